@@ -110,7 +110,7 @@ bench-smoke: system-test $(VENV)/ready $(VENV)/formats
 
 # Folders whose docstrings are held to tools/plain_words.py; each further folder is entered here.
 PLAIN_WORDS := bootseer/gc bootseer/http bootseer/registry bootseer/settings bootseer/transfer \
-	build_backend fuse snapshots tools
+	build_backend fuse snapshots testbed tools
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""`python -m bench`: list cases, run one, write the report."""
+"""`python -m bench`: lists cases, runs one, or writes the report."""
 
 import compileall
 import os
@@ -95,17 +95,17 @@ def main(
     elif is_smoke:
         signal.signal(signal.SIGTERM, _end)
         chosen = cases.values() if case_name is None else [cases[case_name]]
-        # All of them, also behind one that fails.
+        # Run all cases, also after one that failed.
         worked = [_smoke(case, work_dir.absolute()) for case in chosen]
         if not all(worked):
             sys.exit(1)
     elif case_name is not None:
         case = cases[case_name]
-        # Mounts and servers are taken down on the way out, also when terminated.
+        # Exit by an exception on SIGTERM, so that mounts and servers are taken down.
         signal.signal(signal.SIGTERM, _end)
         log = Console(stderr=True, highlight=False, markup=False)
-        # An installed package has its bytecode. A checkout lacks that of files that were edited,
-        # where PYTHONDONTWRITEBYTECODE is set: every start would compile them.
+        # An installed package has its bytecode. A checkout lacks that of edited files where
+        # PYTHONDONTWRITEBYTECODE is set, and every start would compile them.
         for package in _PACKAGES:
             compileall.compile_dir(_HERE.parent / package, quiet=2)
         try:
@@ -124,7 +124,7 @@ def main(
 
 
 def _smoke(case: Case, kept: Path) -> bool:
-    """Print what became of each variant; False: one failed."""
+    """Print the outcome of each variant; return False if one failed."""
     log = Console(stderr=True, highlight=False, markup=False)
     try:
         result = smoke(case, kept=kept, say=log.print)
@@ -139,7 +139,7 @@ def _smoke(case: Case, kept: Path) -> bool:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    # timeout(1) sends its signal twice, and the second must not cut short the taking down.
+    # timeout(1) sends its signal twice; the second must not interrupt the exit.
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 

@@ -8,7 +8,7 @@ from bench.model import Case
 
 
 def all_cases() -> dict[str, Case]:
-    """The declared cases by name, sorted."""
+    """Return the declared cases by name, sorted."""
     found: dict[str, Case] = {}
     for module in pkgutil.iter_modules(bench.cases.__path__, "bench.cases."):
         names = vars(importlib.import_module(module.name))

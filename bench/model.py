@@ -1,7 +1,7 @@
-"""What a benchmark is: a case, its variants, and what one run of a variant yields.
+"""Declarations of a benchmark: the case, its variants, and the figures of a run.
 
-Declarations only; the runner carries them out. Every figure of a run has a name with its unit
-(`wall_s`, `server_cpu_s`, `moved_bytes`), and ratios refer to figures by that name.
+The runner carries them out. Every figure of a run has a name with its unit (`wall_s`,
+`server_cpu_s`, `moved_bytes`), and ratios refer to figures by that name.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,35 +16,36 @@ from testbed.needs import MissingError
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run of one variant."""
+    """Figures of one run of one variant."""
 
     wall_s: float
     cpu_s: Mapping[str, float] = field(default_factory=dict)
-    """CPU seconds by who spent them: "reader", "server", ..."""
+    """CPU seconds by the process that spent them: "reader", "server", ..."""
     moved_bytes: int | None = None
-    """Payload read, or bytes over the network, as the case says."""
+    """Payload that was read, or bytes over the network, as the case says."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Whatever else the case wants in its tables, by name."""
+    """Further figures for the case's tables, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What variants get: where to put things, and how much to do."""
+    """Folders and sizes that variants are given."""
 
     directory: Path
-    """Empty at first, removed at the end."""
+    """Folder that is empty at first and removed at the end."""
     is_quick: bool
     kept: Path
-    """Stays from run to run, for what is slow to make and always the same. May not exist yet."""
+    """Folder that stays from run to run, for slow and constant preparations. May not exist yet."""
     say: Callable[[str], None] = lambda line: None
-    """Gets a line per event, for people."""
+    """Called with a line for people at each event."""
     shared: dict[str, Any] = field(default_factory=dict)
-    """From the case's `prepare` to its variants, and between those."""
+    """Values that the case's `prepare` and its variants pass to variants."""
     is_smoke: bool = False
-    """Whether only the case itself is tried: the least sizes, no figure counts."""
+    """Whether only the case itself is tried: with the least sizes, and without regard to
+    figures."""
 
     def sized(self, full: int, quick: int, smoke: int) -> int:
-        """Return how much to do in a run of this kind."""
+        """Return the size for a run of this kind."""
         return smoke if self.is_smoke else quick if self.is_quick else full
 
 
@@ -56,27 +57,27 @@ Session: TypeAlias = Callable[[Workspace], AbstractContextManager[TakeSample]]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One of the things that are compared."""
+    """Way of doing something that is compared with others."""
 
     name: str
     description: str
     session: Session
-    """Entered once (it starts servers, mounts, ...); the callable is called once per round.
+    """Context manager that starts servers, mounts and so on; its value is called once per round.
 
-    Raises: MissingError when something it needs is not there.
+    Raises: MissingError if something it needs is missing.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure of a variant, as a ratio's numerator or denominator."""
+    """Figure of a variant, as a ratio's numerator or denominator."""
 
     variant: str
     name: str
 
 
 class Bound(Enum):
-    """Which side of its limit a ratio must be on."""
+    """Side of its limit on which a ratio must be."""
 
     AT_LEAST = ">="
     AT_MOST = "<="
@@ -84,13 +85,13 @@ class Bound(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a ratio should be."""
+    """Limit of a ratio."""
 
     bound: Bound
     limit: float
 
     def is_met(self, value: float) -> bool:
-        """Whether `value` satisfies it."""
+        """Return whether `value` is on the right side of the limit."""
         return value >= self.limit if self.bound is Bound.AT_LEAST else value <= self.limit
 
     def __str__(self) -> str:
@@ -99,17 +100,17 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Compares two figures within each round."""
+    """Comparison of two figures within each round."""
 
     name: str
-    """A phrase for the table: "direct_io against mfusepy, throughput"."""
+    """Phrase for the table: "direct_io against mfusepy, throughput"."""
     top: Figure
     bottom: Figure
     target: Target | None = None
 
 
 def variant(name: str, description: str, take: Callable[[Workspace], Sample]) -> Variant:
-    """Return a variant that starts nothing before its rounds: each one is a call of `take`."""
+    """Return a variant that starts nothing before its rounds; each round calls `take`."""
 
     @contextmanager
     def session(workspace: Workspace) -> Iterator[TakeSample]:
@@ -136,13 +137,13 @@ def ratio(top: str, bottom: str, figure: str, what: str, target: Target | None =
 def ratio_of(
     name: str, top: tuple[str, str], bottom: tuple[str, str], target: Target | None = None
 ) -> Ratio:
-    """Return the ratio of two figures, each given as the variant's and the figure's name."""
+    """Return the ratio of two figures, each given by the names of its variant and itself."""
     return Ratio(name, Figure(*top), Figure(*bottom), target)
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the case's table: a figure, scaled and named for people."""
+    """Column of a case's table: a figure, scaled and named for people."""
 
     title: str
     figure: str
@@ -152,13 +153,13 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A question that numbers can answer."""
+    """Question that numbers can answer."""
 
     name: str
     description: str
-    """One sentence: what is measured, of what."""
+    """Sentence that says what the case measures."""
     prepare: Callable[[Workspace], AbstractContextManager[None]]
-    """Makes what all variants share. Raises: MissingError when the case cannot run at all."""
+    """Context manager that makes what all variants share. Raises: MissingError."""
     variants: tuple[Variant, ...]
     ratios: tuple[Ratio, ...]
     columns: tuple[Column, ...]
@@ -166,20 +167,20 @@ class Case:
     quick_runs: int = 3
     warmups: int = 1
     derive: Callable[[Sample], Mapping[str, float]] = lambda sample: {}
-    """Further figures computed from a sample: a rate, CPU per GiB."""
+    """Function that computes further figures from a sample: a rate, CPU per GiB."""
     audience: Literal["reader", "us"] = "us"
-    """Whether the answer is for people who read the documentation, or for those who work on it."""
+    """Whether the answer is for readers of the documentation, or for developers of Bootseer."""
 
 
 def only(case: Case, names: Collection[str]) -> Case:
-    """The case with no other variants than these. Raises: MissingError where it lacks one."""
+    """Return the case with only these variants. Raises: MissingError if it lacks one."""
     if unknown := set(names) - {variant.name for variant in case.variants}:
         raise MissingError(f"{case.name} has no variant called {', '.join(sorted(unknown))}")
     return replace(case, variants=tuple(one for one in case.variants if one.name in names))
 
 
 def figures_of(case: Case, sample: Sample) -> dict[str, float]:
-    """Every figure of a sample by name."""
+    """Return every figure of a sample by name."""
     flat = {"wall_s": sample.wall_s, **sample.figures}
     if sample.cpu_s:
         flat |= {f"{who}_cpu_s": seconds for who, seconds in sample.cpu_s.items()}

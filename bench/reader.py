@@ -1,10 +1,10 @@
-"""Reads a file from start to end and prints what it took, as JSON.
+"""Reads a file from start to end and prints the time and CPU time as JSON.
 
     python -m bench.reader FILE BLOCK_BYTES
 
-A process of its own, so that its CPU time is the reader's alone, and so that one that gets stuck
-in a mount can be left behind. Starting the interpreter is not measured, nor is dropping the file's
-pages from the page cache, which it does first.
+A process of its own, so that its CPU time is the reader's alone, and so that a reader that hangs on
+a mount can be left behind. The start of the interpreter is not measured, nor is dropping the file's
+pages from the page cache, which comes first.
 """
 
 import json
@@ -21,8 +21,7 @@ def main(path: str, block_bytes: int) -> None:
     """Print {"wall_s", "cpu_s", "read_bytes", "size_bytes"}."""
     evict_file(Path(path))
     size_bytes = Path(path).stat().st_size
-    # One buffer for all blocks, touched once: what is measured is the file system, not the
-    # allocator.
+    # One buffer for all blocks, touched once: the file system is measured, not the allocator.
     buffer = memoryview(bytearray(b"\1" * block_bytes))
     before = resource.getrusage(resource.RUSAGE_SELF)
     started_ns = time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""Carries out a case: sessions for all variants, then interleaved runs; or each variant once."""
+"""Runs a case: sessions for all variants, then interleaved runs; or each variant once."""
 
 import contextlib
 import subprocess
@@ -23,11 +23,11 @@ def run_case(
     rounds: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Result:
-    """Run every variant that can run here, `rounds` times (default: as the case says).
+    """Run every variant that can run here, `rounds` times (default: the case's number).
 
-    `kept` is where cases keep what they need again (None: nothing is kept); `say` gets a line per
-    event, for people. A variant that fails in the middle is dropped from there on, with the
-    reason. Raises: MissingError when the whole case cannot run.
+    `kept` is the folder for preparations that are used again (None: nothing is kept); `say` is
+    called with a line for people at each event. A variant that fails is dropped from there on, with
+    the reason. Raises: MissingError if the whole case cannot run.
     """
     rounds = rounds or (case.quick_runs if is_quick else case.runs)
     started_at_s = time.time()
@@ -75,7 +75,7 @@ def run_case(
 
 @dataclass(frozen=True, slots=True)
 class SmokeResult:
-    """Names of the variants that ran, and reasons of those that could not run here or failed."""
+    """Variants that ran, and the reasons why others were skipped or failed, by name."""
 
     ran: tuple[str, ...]
     skipped: Mapping[str, str]
@@ -85,10 +85,10 @@ class SmokeResult:
 def smoke(
     case: Case, *, kept: Path | None = None, say: Callable[[str], None] = lambda line: None
 ) -> SmokeResult:
-    """Run each variant once with the least sizes, to see that the case still works.
+    """Run each variant once with the least sizes, to check that the case still works.
 
-    A variant fails when it raises, or lacks a figure that a ratio names.
-    Raises: MissingError when the whole case cannot run here.
+    A variant fails if it raises, or lacks a figure that a ratio names. Raises: MissingError if the
+    whole case cannot run here.
     """
     figures: dict[str, Mapping[str, float]] = {}
     skipped: dict[str, str] = {}

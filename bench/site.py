@@ -1,38 +1,35 @@
-"""Far side of a measurement: servers, and a store on a real HDFS, behind a shaped loopback.
+"""Servers and a store on a real HDFS behind a loopback of limited rate.
 
-Their content lies in memory, so that dropping the page cache makes nodes cold and not them.
+Their content lies in memory, so that dropping the page cache makes nodes cold and not the servers.
 Everything ends with its block. Main thread only.
 """
 
 import contextlib
-import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.machine.tmpfs import tmpfs
 from bench.model import Workspace
-from testbed.line import Line, own_network
 from testbed.needs import MissingError
-from testbed.processes import ending_with_us
-
-_START_DEADLINE_S = 60.0
+from testbed.network import ShapedLoopback, own_network
+from testbed.processes import killed_with_parent
+from testbed.waiting import is_listening, wait_started
 
 
 @dataclass(slots=True)
 class FarSide:
-    """Folder in memory for servers, the line to them, and the URL of a store on HDFS."""
+    """Folder in memory for servers, the loopback to them, and the URL of a store on HDFS."""
 
     memory: Path
-    line: Line
+    line: ShapedLoopback
     store_url: str
     prepared: set[str] = field(default_factory=set)
     """Names of the preparations that were made."""
 
     def once(self, name: str, prepare: Callable[[], None]) -> None:
-        """Call `prepare` if nothing was prepared under this name."""
+        """Call `prepare` unless it was called under this name before."""
         if name not in self.prepared:
             prepare()
             self.prepared.add(name)
@@ -40,9 +37,9 @@ class FarSide:
 
 @contextlib.contextmanager
 def far_side(workspace: Workspace, memory_bytes: int) -> Iterator[FarSide]:
-    """Put the calling thread into a network of its own, with a store. Raises: MissingError.
+    """Put the calling thread into a network namespace with a store. Raises: MissingError.
 
-    The network leads nowhere: whatever comes from outside must have come before.
+    The namespace has no way out: everything from outside must be fetched before.
     """
     assemble_hdfs()
     with (
@@ -55,31 +52,26 @@ def far_side(workspace: Workspace, memory_bytes: int) -> Iterator[FarSide]:
 
 @contextlib.contextmanager
 def listening(command: Sequence[str], log: Path, port: int, what: str) -> Iterator[None]:
-    """A server process that accepts connections to 127.0.0.1:`port`. Raises: MissingError."""
+    """Run a server process that accepts connections to 127.0.0.1:`port`. Raises: MissingError."""
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            ending_with_us(list(command)), stdout=sink, stderr=sink, start_new_session=True
+            killed_with_parent(list(command)), stdout=sink, stderr=sink, start_new_session=True
         )
     try:
-        deadline_s = time.monotonic() + _START_DEADLINE_S
-        while not _is_listening(port):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise MissingError(f"{what} did not start")
-            time.sleep(0.05)
+        wait_started(
+            process,
+            lambda: is_listening(port),
+            lambda: f"{what}: {log.read_text(errors='replace')[-300:]}",
+            error=MissingError,
+        )
         yield
     finally:
         process.kill()
         process.wait()
 
 
-def _is_listening(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False
-
-
 def assemble_hdfs() -> None:
-    """Have the jars, while the network is still there. Raises: MissingError."""
+    """Fetch HDFS's jars, as long as there is a network. Raises: MissingError."""
     from testbed.hdfs.classpath import classpath
 
     try:
@@ -90,7 +82,7 @@ def assemble_hdfs() -> None:
 
 @contextlib.contextmanager
 def hdfs_store(folder: Path) -> Iterator[str]:
-    """A real HDFS of one DataNode, which is the store that Bootseer is mostly used with."""
+    """Yield the URL of a store on a real HDFS of one DataNode, Bootseer's most common store."""
     from testbed.hdfs.cluster import MiniHdfs
 
     conf = {"dfs.replication": "1"}

@@ -1,4 +1,4 @@
-"""Runs what reads hostile bytes in a child process of bounded memory and CPU time."""
+"""Runs a function on hostile bytes in a child process with bounded memory and CPU time."""
 
 import faulthandler
 import gc
@@ -20,22 +20,22 @@ def run_bounded(
     memory_bytes: int = 2**28,
     cpu_s: int = 5,
 ) -> bool:
-    """Call it in a forked child; True if it returned, False if it raised one of `refusals`.
+    """Run `call` in a forked child; return False if it raised one of `refusals`, else True.
 
-    Fails the test where it raised anything else, or took more than `memory_bytes` beyond what this
-    process has, or more than `cpu_s` of CPU time.
+    Fail the test if `call` raised another exception, allocated more than `memory_bytes` beyond this
+    process's memory, or used more than `cpu_s` of CPU time.
     """
     code = _code_of(call, refusals, memory_bytes, cpu_s)
     assert code in (OK, REFUSED), (
-        f"it was ended by signal {-code}: it took more than {cpu_s} s of CPU time"
+        f"the child was killed by signal {-code}: it used more than {cpu_s} s of CPU time"
         if code < 0
-        else "it failed with something else than it may, or for want of memory; see stderr"
+        else "the child raised an exception that is not allowed, or ran out of memory; see stderr"
     )
     return code == OK
 
 
-def ended_well(call: Callable[[], object], *, memory_bytes: int, cpu_s: int) -> bool:
-    """Call it as `run_bounded` does; False where that would fail the test."""
+def succeeds_bounded(call: Callable[[], object], *, memory_bytes: int, cpu_s: int) -> bool:
+    """Return whether `call` returns in a child with the limits of `run_bounded`."""
     return _code_of(call, (), memory_bytes, cpu_s) == OK
 
 
@@ -49,9 +49,11 @@ def _code_of(
     if not pid:
         status = BROKEN
         try:
-            # What the parent has dropped stays: a client that is collected waits for its threads.
+            # Keep what the parent has dropped: a client that is garbage-collected waits for its
+            # threads.
             gc.freeze()
-            # A child that waits takes no CPU time: let it show for what, and end.
+            # A child that waits uses no CPU time, so RLIMIT_CPU does not end it: print its stack,
+            # and exit.
             faulthandler.dump_traceback_later(_WALL_S, exit=True)
             _limit(memory_bytes, cpu_s)
             status = _status_of(call, refusals)

@@ -1,5 +1,7 @@
-"""Processes frozen with their cgroup, as `docker pause` and batch systems do, or killed with it, as
-containers are."""
+"""Cgroups for tests: frozen, killed as a whole, or with a limit of memory.
+
+`docker pause` and batch systems freeze the cgroup of a process; a container's end kills its cgroup.
+"""
 
 import contextlib
 import functools
@@ -14,7 +16,7 @@ from testbed.waiting import wait_for
 
 
 class Freezer(NamedTuple):
-    """A hierarchy of cgroups that can be frozen."""
+    """Hierarchy of cgroups, with the file and words that freeze and thaw a cgroup."""
 
     top: Path
     file: str
@@ -24,7 +26,7 @@ class Freezer(NamedTuple):
 
 _FREEZERS = (
     Freezer(Path("/sys/fs/cgroup/freezer"), "freezer.state", "FROZEN", "THAWED"),
-    # cgroup v2, beside v1 and alone.
+    # Version 2, beside version 1 and alone.
     Freezer(Path("/sys/fs/cgroup/unified"), "cgroup.freeze", "1", "0"),
     Freezer(Path("/sys/fs/cgroup"), "cgroup.freeze", "1", "0"),
 )
@@ -42,7 +44,10 @@ def _new_group(freezer: Freezer) -> Path | None:
 
 
 def freezers() -> list[Freezer]:
-    """Those of this machine: v1 lets nobody end what is frozen, v2 does."""
+    """Return the freezers of this machine.
+
+    A frozen process of version 1 cannot be killed; one of version 2 can.
+    """
     found = []
     for freezer in _FREEZERS:
         if group := _new_group(freezer):
@@ -53,11 +58,14 @@ def freezers() -> list[Freezer]:
 
 @contextlib.contextmanager
 def frozen(*pids: int, freezer: Freezer | None = None) -> Iterator[None]:
-    """They do not run in here, whoever sends them SIGCONT. Skips where cgroups cannot be made."""
+    """Freeze the processes `pids` for the length of the block; SIGCONT does not wake them.
+
+    Raises: MissingError where cgroups cannot be made.
+    """
     freezer = freezer or next(iter(freezers()), None)
     group = freezer and _new_group(freezer)
     if freezer is None or group is None:
-        raise MissingError("this machine lets nobody freeze a cgroup")
+        raise MissingError("cgroups cannot be frozen on this machine")
     try:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -70,9 +78,11 @@ def frozen(*pids: int, freezer: Freezer | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def contained(pid: int) -> Iterator[Path]:
-    """Process `pid`, and all that it starts from now on, in a cgroup of its own. Writing to its
-    `cgroup.kill` ends them all. Skips where that cannot be."""
+def in_own_cgroup(pid: int) -> Iterator[Path]:
+    """Put process `pid`, and each child that it starts later, into a new cgroup; yield its folder.
+
+    Writing "1" to `cgroup.kill` in the folder kills them all. Raises: MissingError.
+    """
     with contextlib.ExitStack() as undo:
         for freezer in _FREEZERS:
             group = _new_group(freezer)
@@ -82,13 +92,15 @@ def contained(pid: int) -> Iterator[Path]:
                     (group / "cgroup.procs").write_text(str(pid))
                     yield group
                     return
-        raise MissingError("this machine lets nobody kill a cgroup (Linux 5.14 does)")
+        raise MissingError("a cgroup cannot be killed on this machine (needs Linux 5.14)")
 
 
 @contextlib.contextmanager
 def memory_limit(limit_bytes: int) -> Iterator[Path]:
-    """A cgroup whose processes, with the pages that they read, hold no more than that. Skips where
-    that cannot be."""
+    """Yield the folder of a new cgroup whose processes and page cache use at most `limit_bytes`.
+
+    Raises: MissingError.
+    """
     for top, file in (("memory", "memory.limit_in_bytes"), ("", "memory.max")):
         group = Path("/sys/fs/cgroup", top, f"bootseer-test-{os.getpid()}-{next(_numbers)}")
         with contextlib.suppress(OSError):
@@ -97,7 +109,7 @@ def memory_limit(limit_bytes: int) -> Iterator[Path]:
                 break
             group.rmdir()
     else:
-        raise MissingError("this machine lets nobody limit a cgroup's memory")
+        raise MissingError("a cgroup's memory cannot be limited on this machine")
     try:
         (group / file).write_text(str(limit_bytes))
         yield group
@@ -106,7 +118,10 @@ def memory_limit(limit_bytes: int) -> Iterator[Path]:
 
 
 def _is_removed(group: Path) -> bool:
-    """Moves out who is in it; what was killed in it takes a moment to be gone."""
+    """Move the processes of a cgroup to its parent and remove it; return whether it is gone.
+
+    A process that was killed in the cgroup stays in it for a moment.
+    """
     for pid in (group / "cgroup.procs").read_text().split():
         with contextlib.suppress(OSError):
             (group.parent / "cgroup.procs").write_text(pid)

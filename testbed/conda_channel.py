@@ -1,4 +1,4 @@
-"""Makes small real conda packages, a channel of them in a folder, and environments out of it.
+"""Small real conda packages, a channel of them in a folder, and environments made of the channel.
 
 py-rattler indexes, solves, links and replaces prefixes, as conda and mamba do.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 BUILT_AT = "/build/" + "placeholder_" * 14
-"""The prefix that packages are built with: long, so that most others have room in its place."""
+"""Prefix that packages are built with: long, so that most other prefixes fit in its place."""
 
 
 def make_package(
@@ -26,10 +26,10 @@ def make_package(
     depends: tuple[str, ...] = (),
     entry_points: tuple[str, ...] = (),
 ) -> None:
-    """A package with `files`; those with BUILT_AT in them are recorded as holding the prefix.
+    """Add a package with `files` to the channel; files with BUILT_AT in them are recorded as such.
 
-    "python" gets the version of the Python that runs, after which conda names directories. With
-    `entry_points` ("name = module:function") it is a noarch Python package.
+    "python" gets the version of the running Python, since conda names directories after it. A
+    package with `entry_points` ("name = module:function") is a noarch Python package.
     """
     import rattler
 
@@ -90,8 +90,10 @@ def make_package(
 
 
 def make_environment(channel: Path, prefix: Path, cache: Path, *specs: str) -> None:
-    """What `conda create -p PREFIX -c CHANNEL SPECS` makes; the package cache, to which files are
-    linked, is removed."""
+    """Make the environment that `conda create -p PREFIX -c CHANNEL SPECS` makes.
+
+    The package cache, to whose files the environment has hard links, is removed.
+    """
     import rattler
     from rattler.index import index_fs
 

@@ -1,8 +1,8 @@
-"""The running kernel's FUSE, less what came after an earlier release.
+"""The FUSE features of an older Linux release, on the running kernel.
 
-The kernel offers its features in its first message (FUSE_INIT). `offer_as` leaves out what an older
-kernel does not know, so that the code for older kernels runs on a new one. Faults of the older
-kernel are not imitated.
+The kernel offers its features in its first message (FUSE_INIT). `offer_as` leaves out the features
+that the older release lacks, so that the code for older kernels runs on a new one. Faults of the
+older kernel are not imitated.
 """
 
 from msgspec.structs import replace
@@ -22,7 +22,7 @@ RELEASES = tuple(_OFFERS)
 
 
 def offer_as(release: str) -> None:
-    """Let mounts that this process makes from now on be those of a Linux release of RELEASES."""
+    """Limit mounts that this process makes from now on to the features of a release of RELEASES."""
     minor, mask = _OFFERS[release]
 
     def decode(request: bytes | memoryview) -> InitRequest:
@@ -33,5 +33,5 @@ def offer_as(release: str) -> None:
 
 
 def offer_all() -> None:
-    """Let mounts that this process makes from now on be those of the running kernel again."""
+    """Give mounts that this process makes from now on all features of the running kernel again."""
     server.decode_init = decode_init  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""What a test or a benchmark needs of the machine, and why it cannot run where that is missing.
+"""Requirements of a test or a benchmark: privileges, programs, Python modules, a Linux release.
 
 A test says `@pytest.mark.needs("root", modules=["torch"], linux=(6, 9))`; a server of the test bed
-calls `require`. tests/conftest.py turns `MissingError` into a skip with the error's words.
+calls `require`. tests/conftest.py turns `MissingError` into a skip with the error's message.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ _CAP_SYS_ADMIN = 21
 
 
 class MissingError(Exception):
-    """Something cannot run here. The message says what is missing."""
+    """Error of a test or benchmark that this machine cannot run; the message says why."""
 
 
 def linux_version() -> tuple[int, int]:
@@ -53,9 +53,9 @@ _ABILITIES: dict[str, Callable[[], str]] = {
     "mount": _no_mounts,
     "fuse": _no_fuse,
 }
-"""For each ability, what answers "" where the machine has it, and else the reason.
+"""Functions that return "" if the machine has the ability, and else the reason why not.
 
-"mount" is to mount any file system, "fuse" to mount a FUSE file system.
+"mount" is the ability to mount any file system, "fuse" the ability to mount a FUSE file system.
 """
 
 
@@ -67,7 +67,7 @@ def require(
 ) -> None:
     """Raise MissingError if the machine lacks one of the abilities, modules or programs.
 
-    Nothing is imported: a module counts as present if Python finds it.
+    A module counts as present if Python finds it; it is not imported.
     """
     for ability in abilities:
         reason = _ABILITIES[ability]()

@@ -1,8 +1,8 @@
 """`Node`: the folders, environment and processes of one machine that runs Bootseer.
 
-A test or benchmark creates a node, runs `bootseer` commands on it, breaks its processes, and asks
-what is left. The environment variable BOOTSEER_TEST_NODE marks every process that a command starts,
-so that a server in a session of its own is found, too, and a set-up's grandchild.
+A test or benchmark creates a node, runs `bootseer` commands on it, kills its processes, and asks
+which processes and mounts are left. The environment variable BOOTSEER_TEST_NODE marks every process
+that a command starts, so that servers in sessions of their own are found, too.
 
 Not thread-safe: one test uses a node. Commands run in child processes, because a process that waits
 for a FUSE reply cannot be killed.
@@ -31,14 +31,15 @@ Completed: TypeAlias = "subprocess.CompletedProcess[str]"
 
 
 class Node:
-    """One machine: a store shared with others; a cache, a run folder and timelines of its own."""
+    """Machine with a cache, run folder and timelines of its own, and a store shared with others."""
 
     def __init__(
         self, base: Path, store: str | None = None, *, variables: Mapping[str, str] | None = None
     ) -> None:
-        """Make the folder `base`. The store is the URL `store` ("": none), or a folder of `base`.
+        """Make the folder `base`.
 
-        `variables` are set for all of its commands.
+        `store` is a URL, "" for no store, or None for a folder in `base`. `variables` are set for
+        all commands of the node.
         """
         self.base = base
         self.store = (base / "store").as_uri() if store is None else store
@@ -47,7 +48,7 @@ class Node:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables of its commands."""
+        """Environment variables of the node's commands."""
         names = ("PATH", "LANG", "JAVA_HOME")
         return {
             **{name: os.environ[name] for name in names if name in os.environ},
@@ -61,7 +62,8 @@ class Node:
             "BOOTSEER_DEADLINE": "10",
             "BOOTSEER_MEMORY": "64MiB",
             "BOOTSEER_JOB": "job",
-            # Else each start is followed by a process that puts its timeline into the store.
+            # Without this, each start is followed by a process that copies its timeline to the
+            # store.
             "BOOTSEER_PUBLISH_TIMELINES": "off",
             **self.variables,
         }
@@ -73,7 +75,7 @@ class Node:
         variables: Mapping[str, str] | None = None,
         **options: Any,
     ) -> "subprocess.Popen[str]":
-        """Start `bootseer WORDS`, behind the words of `prefix`. `options` are those of Popen."""
+        """Start `bootseer WORDS` behind the words of `prefix`; `options` are those of Popen."""
         pipes: dict[str, Any] = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
@@ -103,7 +105,7 @@ class Node:
     # ---- what is left -------------------------------------------------------------------------
 
     def processes(self) -> dict[int, str]:
-        """Every process of this node: its id and command line."""
+        """Return the command line of every process of this node by process id."""
         found = {}
         for path in Path("/proc").iterdir():
             if not path.name.isdigit() or path.name == str(os.getpid()):
@@ -118,22 +120,23 @@ class Node:
         return found
 
     def mounts(self) -> list[mount_table.Mount]:
+        """Return the FUSE mounts below the node's folder."""
         return [one for one in mount_table.fuse_mounts() if one.path.is_relative_to(self.base)]
 
     def wait_clean(self) -> None:
-        """Until nothing of any start is left: no process, no mount, no folder of a container."""
-        for _ in waiting.looks(90, 0.05):
+        """Wait until no process, mount or container folder of any start is left."""
+        for _ in waiting.polling(90, 0.05):
             left: list[object] = [*self.mounts()]
             for folder in ("run/mounts", "cache/containers"):
                 left += (self.base / folder).glob("*")
-            # Only then: it takes as long as twenty of the others.
+            # The processes last: listing them takes as long as twenty of the other checks.
             left = left or [*self.processes().values()] or [*self.mounts()]
             if not left:
                 return
         raise AssertionError((left, self.states(), self._waiting()))
 
     def states(self) -> list[str]:
-        """What each folder of a server says of it."""
+        """Return the state files of the node's servers."""
         found = []
         for path in (self.base / "run/mounts").glob("*/state.json"):
             with suppress(OSError):
@@ -141,7 +144,7 @@ class Node:
         return found
 
     def _waiting(self) -> list[str]:
-        """What each thread of this node waits for in the kernel."""
+        """Return the kernel function in which each thread of this node waits."""
         found = []
         for pid, line in self.processes().items():
             for task in Path(f"/proc/{pid}/task").glob("*"):
@@ -151,30 +154,35 @@ class Node:
         return found
 
     def kill_at(self, process: "subprocess.Popen[str]", step: str) -> None:
-        """Kill a start as soon as it has come to a step, one of STEPS, or has ended before.
+        """Kill a start as soon as it has reached `step`, one of STEPS, or has ended.
 
-        A folder that was being made is as it is a minute later.
+        Folders that the start was making then look a minute old, so that they count as abandoned.
         """
         has_come = STEPS[step]
         waiting.wait_for(
-            lambda: has_come(self, process.pid) or process.poll() is not None, step, look_s=0.002
+            lambda: has_come(self, process.pid) or process.poll() is not None,
+            step,
+            interval_s=0.002,
         )
         process.kill()
         process.communicate(timeout=60)
         self._age_unfinished()
 
     def count_begun(self, stage: str, pid: int | str = "*") -> int:
-        """In how many starts, or in that of one process, a stage has begun."""
+        """Return the number of starts, or of starts of one process, in which a stage has begun."""
         files = (self.base / "timeline").rglob(f"*-{pid}-*.jsonl")
         return sum(f'"{stage}"' in path.read_text() for path in files)
 
-    def served_for(self, pid: int) -> list[dict[str, Any]]:
-        """What servers for one process say of themselves."""
+    def server_states_for(self, pid: int) -> list[dict[str, Any]]:
+        """Return the states of the servers whose user is process `pid`."""
         found = [json.loads(text) for text in self.states()]
         return [one for one in found if (one.get("user") or [0])[0] == pid]
 
     def kill_lingering(self) -> None:
-        """Kill what mounts linger for; a folder that was being made is as it is a minute later."""
+        """Kill the processes that keep mounts after a start.
+
+        Unfinished folders then look a minute old, as after `kill_at`.
+        """
         for pid, line in self.processes().items():
             if "bootseer.launch.attendant" in line:
                 os.kill(pid, signal.SIGKILL)
@@ -187,7 +195,7 @@ class Node:
                     os.utime(folder, (1, 1))
 
     def sweep(self) -> None:
-        """Whatever happened: end every process, take off every mount."""
+        """Kill every process of the node and unmount everything below its folder."""
         for _ in range(3):
             for pid in self.processes():
                 with suppress(ProcessLookupError):
@@ -197,9 +205,10 @@ class Node:
     # ---- timeline -----------------------------------------------------------------------------
 
     def spans(self) -> dict[str, dict[str, Any]]:
-        """name -> the finished span of that name, of the newest start."""
+        """Return the finished spans of the newest start by name."""
         texts = [path.read_text() for path in (self.base / "timeline").rglob("*.jsonl")]
-        # Not by the files' times: a server of an earlier start notes its end, too.
+        # Files' times do not tell which start is the newest: a server of an earlier start notes its
+        # end.
         found = {}
         for line in max(texts, key=_began_ns).splitlines():
             for resource in json.loads(line).get("resourceSpans", ()):
@@ -214,27 +223,27 @@ def _is_command(pid: int) -> bool:
     return False
 
 
-# What a start does one after the other, as it can be seen from outside.
+# Steps of a start in their order, each with a function that sees from outside whether it is done.
 STEPS: dict[str, Callable[[Node, int], object]] = {
     "nothing yet": lambda node, pid: True,
     "its timeline": lambda node, pid: node.count_begun("start", pid),
-    "a server": lambda node, pid: node.served_for(pid),
+    "a server": lambda node, pid: node.server_states_for(pid),
     "a mount": lambda node, pid: (
-        {one["directory"] for one in node.served_for(pid)}
+        {one["directory"] for one in node.server_states_for(pid)}
         & {str(mount.path) for mount in node.mounts()}
     ),
     "an image": lambda node, pid: node.count_begun("image", pid),
     "a container's folder": lambda node, pid: any((node.base / "cache/containers").glob("*")),
     "an environment": lambda node, pid: node.count_begun("environment", pid),
     "the process that lingers": lambda node, pid: any(
-        one["purpose"] == "linger" for one in node.served_for(pid)
+        one["purpose"] == "linger" for one in node.server_states_for(pid)
     ),
     "the command": lambda node, pid: _is_command(pid),
 }
 
 
 def _began_ns(timeline: str) -> int:
-    """Of the earliest of the events and stages."""
+    """Return the time of the earliest event or stage of a timeline."""
     return min((int(ns) for ns in _TIMES.findall(timeline)), default=0)
 
 
@@ -242,7 +251,7 @@ def _began_ns(timeline: str) -> int:
 def node_at(
     base: Path, store: str, *, variables: Mapping[str, str] | None = None
 ) -> Iterator[Node]:
-    """A node of which nothing is left in the end; as `Node`."""
+    """Yield a node (see `Node`); at the end its processes and mounts are removed."""
     node = Node(base, store, variables=variables)
     try:
         yield node
@@ -251,13 +260,13 @@ def node_at(
 
 
 def attribute(span: Mapping[str, Any], name: str) -> Any:
-    """The value of a span's attribute; None without."""
+    """Return the value of a span's attribute, or None if the span has no such attribute."""
     for one in span["attributes"]:
         if one["key"] == name:
             return next(iter(one["value"].values()))
     return None
 
 
-def wait_for(path: Path) -> None:
-    """Until the file exists."""
+def wait_for_file(path: Path) -> None:
+    """Wait until the file exists."""
     waiting.wait_for(path.exists, f"{path}")

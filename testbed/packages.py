@@ -1,7 +1,7 @@
 """Debian packages unpacked into a folder: nothing is installed, no service is started.
 
-Owns a private set of apt's folders per suite, so that suites other than the machine's own can be
-asked. Packages and what they unpack to are kept between runs.
+Owns a private set of apt's folders for each suite, so that packages of other suites than the
+machine's own can be fetched. Packages and their unpacked files are kept between runs.
 """
 
 import os
@@ -16,15 +16,15 @@ _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 
 class Packages:
-    """Packages of Debian's suites beneath one folder. Not thread-safe."""
+    """Packages of Debian's suites below one folder. Not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def unpacked(self, suite: str, name: str, *others: str) -> Path:
-        """The folder that holds the files of the package, and of others with it, as `usr/bin/...`.
+        """Return the folder with the unpacked files of the packages, as `usr/bin/...`.
 
-        Raises: MissingError saying why it cannot be had.
+        Raises: MissingError if a package cannot be fetched or unpacked.
         """
         target = self.folder / suite / name
         if not target.is_dir():
@@ -37,7 +37,7 @@ class Packages:
         return target
 
     def source(self, suite: str, name: str) -> Path:
-        """A folder with the source of a package, unpacked anew, with Debian's patches.
+        """Return a folder with the freshly unpacked source of a package and Debian's patches.
 
         Raises: MissingError.
         """
@@ -50,7 +50,7 @@ class Packages:
         return target
 
     def unpacked_with_needs(self, suite: str, *names: str) -> Path:
-        """A folder with the files of these packages and of all that they need.
+        """Return a folder with the files of the packages and of all their dependencies.
 
         Raises: MissingError.
         """
@@ -64,7 +64,7 @@ class Packages:
         return target
 
     def download_missing(self, suite: str, names: list[str], root: Path) -> list[Path]:
-        """Files of those packages of `names` and what they need that `root` has not installed.
+        """Return the files of the packages `names` and their dependencies that `root` lacks.
 
         Raises: MissingError.
         """
@@ -120,7 +120,7 @@ def _unpack(package: Path, target: Path) -> None:
 
 
 def mirror() -> str:
-    """The first of the machine's own sources that is Debian's."""
+    """Return the URL of the machine's first apt source that is Debian's. Raises: MissingError."""
     listed = _run(
         ["apt-get", "indextargets", "--format", "$(LABEL) $(REPO_URI)", "Created-By: Packages"],
         "list the sources of apt",

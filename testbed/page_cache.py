@@ -1,4 +1,7 @@
-"""Pages of files in the page cache, by mincore(2): it tells the truth to the owner of a file."""
+"""Number of bytes of a file in the page cache, by mincore(2).
+
+mincore(2) answers correctly to the owner of a file and to root only.
+"""
 
 import ctypes
 import mmap

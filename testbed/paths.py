@@ -1,6 +1,6 @@
-"""Where this checkout is."""
+"""Path of this checkout."""
 
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-"""The folder of pyproject.toml."""
+"""Folder that holds pyproject.toml."""

@@ -1,7 +1,7 @@
-"""What processes cost, and how to keep a benchmark from hanging on one.
+"""CPU time and memory of processes, and commands that cannot hang a benchmark.
 
-Owns reading CPU time from /proc, running a command with a deadline, serving a FUSE mount for the
-length of a session, and evicting the page cache.
+Owns reading CPU time from /proc, running a command with a deadline, and serving a FUSE mount for
+the length of a block.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from typing import Any
 
 from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
-from testbed.waiting import looks
+from testbed.waiting import polling
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MOUNT_DEADLINE_S = 15.0
 
 
 def process_tree(pid: int) -> list[int]:
-    """`pid` and all its descendants that live now."""
+    """Return `pid` and the ids of all its living descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -39,7 +39,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def tree_cpu_s(pid: int) -> float:
-    """CPU seconds of `pid`, its living descendants, and the dead ones they waited for.
+    """Return the CPU seconds of `pid`, its living descendants, and the dead ones they waited for.
 
     Granularity: one clock tick, usually 10 ms.
     """
@@ -53,7 +53,10 @@ def tree_cpu_s(pid: int) -> float:
 
 
 def tree_peak_bytes(pid: int) -> int:
-    """The most that `pid` and its living descendants ever had resident, each at its own time."""
+    """Return the sum of the peak resident sizes of `pid` and its living descendants.
+
+    The peaks need not have been at the same time.
+    """
     total_kib = 0
     for member in process_tree(pid):
         try:
@@ -65,7 +68,7 @@ def tree_peak_bytes(pid: int) -> int:
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third on; empty when the process is gone."""
+    """Return the fields of /proc/PID/stat from the third on, or [] if the process is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -74,9 +77,12 @@ def _stat_fields(pid: int) -> list[str]:
     return text.rpartition(")")[2].split()
 
 
-def waiting_in_the_kernel() -> str:
-    """The threads of this machine that no signal ends now, each with where in the kernel it waits
-    (for root: the whole stack); "" where there is none."""
+def uninterruptible_threads() -> str:
+    """Return the threads of this machine in uninterruptible sleep; "" if there are none.
+
+    For each thread: its command line, and its kernel stack (for root) or the kernel function in
+    which it waits.
+    """
     found = []
     for task in Path("/proc").glob("[0-9]*/task/[0-9]*"):
         with contextlib.suppress(OSError):  # one that ends meanwhile, or of another user
@@ -92,9 +98,9 @@ def waiting_in_the_kernel() -> str:
 def run_json(
     command: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None
 ) -> Any:
-    """The JSON that `command` prints, run in the checkout's root.
+    """Run `command` in the checkout's root and return the JSON document that it prints.
 
-    Raises: RuntimeError with its last words when it fails or takes longer than `timeout_s`.
+    Raises: RuntimeError with the end of its stderr if it fails or takes longer than `timeout_s`.
     """
     process = subprocess.Popen(
         command,
@@ -120,18 +126,18 @@ def run_json(
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
-    """A FUSE server that is running."""
+class FuseProcess:
+    """Process that serves a FUSE mount."""
 
     pid: int
     mountpoint: Path
 
 
 @contextlib.contextmanager
-def mounted(command: Sequence[str], mountpoint: Path, log: Path) -> Iterator[Server]:
+def mounted(command: Sequence[str], mountpoint: Path, log: Path) -> Iterator[FuseProcess]:
     """Run a FUSE server in the foreground until the block ends.
 
-    Raises: MissingError when it does not mount, with its last words.
+    Raises: MissingError with the last line of its log if it does not mount.
     """
     mountpoint.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as sink:
@@ -140,23 +146,23 @@ def mounted(command: Sequence[str], mountpoint: Path, log: Path) -> Iterator[Ser
         )
     connection: int | None = None
     try:
-        for _ in looks(_MOUNT_DEADLINE_S):
-            # 0 is the number of a connection, too.
+        for _ in polling(_MOUNT_DEADLINE_S):
+            # The number 0 is valid, too.
             connection = fuse_connection(mountpoint)
             if connection is not None or process.poll() is not None:
                 break
         if connection is None:
             raise MissingError(f"{Path(command[0]).name} did not mount: {_last_words(log)}")
-        yield Server(process.pid, mountpoint)
+        yield FuseProcess(process.pid, mountpoint)
     finally:
         _unmount(mountpoint, connection)
         _end(process)
 
 
 def fuse_connection(mountpoint: Path) -> int | None:
-    """The number under /sys/fs/fuse/connections of what is mounted there; None: nothing.
+    """Return the number of the FUSE mount at `mountpoint` under /sys/fs/fuse/connections, or None.
 
-    From the mount table, since a stat of the mount hangs when its server does.
+    The number is read from the mount table, since a stat of the mount hangs when its server hangs.
     """
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
@@ -172,7 +178,7 @@ def _last_words(log: Path) -> str:
 
 
 def _unmount(mountpoint: Path, connection: int | None) -> None:
-    """Detach the mount; abort its connection, so that no reader stays stuck."""
+    """Detach the mount and abort its connection, so that no reader waits for a reply."""
     for command in (["umount", "-l"], ["fusermount3", "-uz"]):
         if fuse_connection(mountpoint) is not None and shutil.which(command[0]):
             subprocess.run(
@@ -196,11 +202,11 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.wait(timeout=3)
 
 
-def ending_with_us(command: Sequence[str]) -> list[str]:
-    """`command` in such a way that it is killed when the calling thread ends, however it does."""
+def killed_with_parent(command: Sequence[str]) -> list[str]:
+    """Return `command` with a prefix that kills it when the calling thread ends."""
     return ["setpriv", "--pdeathsig", "KILL", *command]
 
 
 def python_command(*arguments: str) -> list[str]:
-    """A command line for the running interpreter."""
+    """Return a command line for the running interpreter."""
     return [sys.executable, *arguments]

@@ -1,4 +1,4 @@
-"""Compares directories attribute by attribute, and makes one with everything nasty in it."""
+"""Compares directories attribute by attribute, and makes a directory with every kind of entry."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def describe(top: Path) -> dict[str, dict[str, Any]]:
-    """Everything about every name below `top` that a copy must preserve; "" is `top` itself."""
+    """Return every attribute that a copy must preserve, for each path below `top`; "" is `top`."""
     found: dict[str, dict[str, Any]] = {"": _describe(top, top, {})}
     first_names: dict[tuple[int, int], str] = {}
     for directory, folders, files in sorted(os.walk(top)):
@@ -43,7 +43,7 @@ def _describe(path: Path, top: Path, first_names: dict[tuple[int, int], str]) ->
 
 
 def differences(one: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]]) -> list[str]:
-    """What differs between two descriptions, a line each."""
+    """Return the differences between two descriptions, one line each."""
     lines = []
     for path in sorted(one.keys() | other.keys()):
         if path not in one or path not in other:
@@ -58,7 +58,7 @@ def differences(one: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]]
 
 
 def make_zoo(top: Path) -> None:
-    """One of everything that an unprivileged or root user can make."""
+    """Make a folder with every kind of file, name and attribute that the running user can make."""
     top.mkdir(parents=True)
     (top / "empty").write_bytes(b"")
     (top / "small").write_bytes(b"hello\n")
@@ -100,8 +100,8 @@ def make_zoo(top: Path) -> None:
     (top / "sub/empty-dir").chmod(0o700)
 
 
-def nest(folder: Path, levels: int) -> None:
-    """Folders called `d`, one in the other, deeper than any path is long."""
+def make_deep_folder(folder: Path, levels: int) -> None:
+    """Make folders called `d` inside one another, deeper than the longest allowed path."""
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder, os.O_RDONLY)
     for _ in range(levels):

@@ -1,6 +1,6 @@
-"""Waiting: for what other processes bring about (`wait_for`), and as slow servers do (`pause`).
+"""Waiting for other processes (`wait_for`), and slowness on purpose (`pause`).
 
-Nothing else in tests and test beds sleeps.
+No other module of tests and test beds sleeps.
 """
 
 import contextlib
@@ -13,26 +13,26 @@ from typing import Any, TypeVar
 
 from bootseer.linux.locks import lock_within
 
-# What is right happens long before, also on a machine that does much else.
+# Long enough for a correct program on a busy machine.
 TIMEOUT_S = 60.0
 _Found = TypeVar("_Found")
-# Also where a test replaces `time.sleep`.
+# A copy, which still sleeps where a test replaces `time.sleep`.
 _sleep = time.sleep  # noqa: TID251
 
 
 def pause(seconds: float) -> None:
-    """Sleep: for what is slow on purpose, or paced. To wait for something, use `wait_for`."""
+    """Sleep, to be slow on purpose or to keep a pace. To wait for something, use `wait_for`."""
     _sleep(max(0.0, seconds))
 
 
-def looks(timeout_s: float = TIMEOUT_S, look_s: float = 0.02) -> Iterator[None]:
-    """Yield once, and again every `look_s` until `timeout_s` have passed."""
+def polling(timeout_s: float = TIMEOUT_S, interval_s: float = 0.02) -> Iterator[None]:
+    """Yield at once, and again every `interval_s` until `timeout_s` have passed."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         yield
         if time.monotonic() > deadline_s:
             return
-        _sleep(look_s)
+        _sleep(interval_s)
 
 
 def wait_for(
@@ -40,13 +40,13 @@ def wait_for(
     what: str = "it",
     *,
     timeout_s: float = TIMEOUT_S,
-    look_s: float = 0.02,
+    interval_s: float = 0.02,
 ) -> _Found:
-    """Return the first true result of `condition()`, which is called every `look_s`.
+    """Return the first true result of `condition()`, which is called every `interval_s`.
 
-    Raises: AssertionError, naming `what`, when there is none within `timeout_s`.
+    Raises: AssertionError, naming `what`, if there is no true result within `timeout_s`.
     """
-    for _ in looks(timeout_s, look_s):
+    for _ in polling(timeout_s, interval_s):
         if found := condition():
             return found
     raise AssertionError(f"{what} never happened")
@@ -60,11 +60,11 @@ def wait_started(
     timeout_s: float = TIMEOUT_S,
     error: type[Exception] = AssertionError,
 ) -> _Found:
-    """Return the first true result of `condition()`, which tells that a started process serves.
+    """Return the first true result of `condition()`, which tells whether a started process serves.
 
-    Raises: `error` with `last_words()` when the process ends before, or `timeout_s` pass.
+    Raises: `error` with `last_words()` if the process ends before, or `timeout_s` pass.
     """
-    for _ in looks(timeout_s):
+    for _ in polling(timeout_s):
         if found := condition():
             return found
         if process.poll() is not None:
@@ -73,7 +73,7 @@ def wait_started(
 
 
 def is_listening(port: int) -> bool:
-    """Tell whether a server takes connections at this port of 127.0.0.1."""
+    """Return whether a server accepts connections at this port of 127.0.0.1."""
     try:
         socket.create_connection(("127.0.0.1", port), 5).close()
     except OSError:
@@ -81,8 +81,8 @@ def is_listening(port: int) -> bool:
     return True
 
 
-def waiting_places(pid: int) -> list[str]:
-    """In which function of the kernel each thread of a process waits."""
+def wait_channels(pid: int) -> list[str]:
+    """Return the kernel function in which each thread of a process waits."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/wchan"):
         with contextlib.suppress(OSError):
@@ -90,11 +90,11 @@ def waiting_places(pid: int) -> list[str]:
     return found
 
 
-def wait_until_it_asks(pid: int) -> None:
-    """Until a process waits for what a file system's server answers."""
+def wait_for_fuse_request(pid: int) -> None:
+    """Wait until a thread of the process waits for the reply of a file system's server."""
     wait_for(
         lambda: any(
-            part in place for place in waiting_places(pid) for part in ("answer", "fuse", "folio")
+            part in place for place in wait_channels(pid) for part in ("answer", "fuse", "folio")
         ),
         f"a request of process {pid}",
     )
@@ -102,7 +102,10 @@ def wait_until_it_asks(pid: int) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, timeout_s: float, error: type[Exception]) -> Iterator[None]:
-    """Hold the lock of a file. Raises: `error` when another process does for longer than that."""
+    """Hold the lock of a file.
+
+    Raises: `error` if another process holds the lock for longer than `timeout_s`.
+    """
     with path.open("w") as file:
         try:
             lock_within(file.fileno(), timeout_s)

@@ -1,4 +1,4 @@
-"""Wheels: small real ones made by hand, and those of others as PyPI has them."""
+"""Wheels: small real ones made by hand, and published ones fetched from PyPI."""
 
 import base64
 import hashlib
@@ -12,9 +12,9 @@ _DEADLINE_S = 240.0
 
 
 def fetched_wheel(requirement: str, folder: Path, error: type[Exception]) -> Path:
-    """The wheel of `NAME==VERSION --hash=sha256:...`, put into an empty folder by pip.
+    """Fetch the wheel of `NAME==VERSION --hash=sha256:...` into an empty folder by pip.
 
-    Raises: `error` saying why it cannot be had.
+    Raises: `error` if the wheel cannot be fetched.
     """
     listed = folder / "requirements.txt"
     listed.write_text(f"{requirement}\n", encoding="utf-8")
@@ -46,7 +46,10 @@ def make_wheel(
     requires: Sequence[str] = (),
     scripts: Mapping[str, str] | None = None,
 ) -> Path:
-    """`folder/name-version-py3-none-any.whl`; `scripts`: console script -> "module:function"."""
+    """Write `folder/NAME-VERSION-py3-none-any.whl`, and return its path.
+
+    `scripts` maps the names of console scripts to "module:function".
+    """
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
     metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"]

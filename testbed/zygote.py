@@ -1,13 +1,14 @@
 """Python programs started as forks of a process that has imported Bootseer.
 
-An interpreter takes 80 to 120 ms of processor time to load the command line; a fork of one that has
-loaded it takes a tenth of that. `Popen` is `subprocess.Popen`, and forks where the command is this
-interpreter with `-m MODULE` or `-c CODE`. The process is the caller's child, and has the arguments,
-environment, directory, standard files, session and user that are asked for, in /proc, too. Where a
-fork would differ from a fresh interpreter (other options, encodings, warnings, namespaces,
-descriptors that are passed on), or the kernel lets nobody rename a process, it starts one.
+An interpreter takes 80 to 120 ms of processor time to load the command line; a fork of a process
+that has loaded it takes a tenth of that. `Popen` is `subprocess.Popen`, and forks if the command is
+this interpreter with `-m MODULE` or `-c CODE`. The forked process is the caller's child, and has
+the requested arguments, environment, directory, standard files, session and user, also in /proc.
+`Popen` starts a fresh interpreter where a fork would differ from it (other options, encodings,
+warnings, namespaces, passed descriptors), or where the kernel does not let a process change its
+command line.
 
-Thread-safe. A test of how the interpreter starts has the fixture `fresh_interpreters`.
+Thread-safe. A test of how the interpreter starts uses the fixture `fresh_interpreters`.
 """
 
 import atexit
@@ -37,9 +38,9 @@ from testbed.paths import REPOSITORY
 
 _WORDS = {"-m", "-c"}
 _TEXT_LOCALES = {"", "C", "POSIX", "C.UTF-8"}
-"""Of which Python makes the same: UTF-8, and what is none is escaped."""
+"""Locales that Python treats alike: UTF-8, with `surrogateescape` for other bytes."""
 _PYTHON_VARIABLES = {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
-"""Those that a fork heeds; PYTHONPATH may name the checkout."""
+"""Variables of the interpreter that a fork obeys; PYTHONPATH may name the checkout."""
 _LINKER_VARIABLES = ("LD_", "MALLOC_", "GLIBC_")
 _MOST_BYTES = 100_000
 _ANSWER_S = 60.0
@@ -53,7 +54,7 @@ _NOT_IMPORTED = (
     "bootseer.fuse.striped.group.reader",
     "bootseer.profile.collect.path",
 )
-"""Programs, and what needs torch."""
+"""Modules that are programs, and modules that need torch."""
 _OTHERS = ("rich.console", "rich.table", "rich._unicode_data", "encodings.idna", "fsspec")
 
 # linux/sched.h, linux/prctl.h, and the number of clone3 on every architecture.
@@ -65,18 +66,18 @@ _PR_SET_MM, _PR_SET_MM_MAP, _PR_GET_TID_ADDRESS = 35, 14, 40
 # ---- the side of those who start programs ----------------------------------------------------
 
 
-_executing = subprocess.Popen._execute_child  # type: ignore[attr-defined]
-_NAMES = inspect.getfullargspec(_executing).args[1:]
+_execute_child_fresh = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_NAMES = inspect.getfullargspec(_execute_child_fresh).args[1:]
 
 
 class Popen(subprocess.Popen[Any]):
-    """As `subprocess.Popen`; see above."""
+    """`subprocess.Popen` that forks the zygote where it can (see the module's docstring)."""
 
     def _execute_child(self, *given: Any) -> None:
         request = dict(zip(_NAMES, given, strict=True))
         pid = _client.start(request)
         if pid is None:
-            _executing(self, *given)
+            _execute_child_fresh(self, *given)
             return
         self.pid = pid
         self._child_created = True
@@ -85,13 +86,13 @@ class Popen(subprocess.Popen[Any]):
 
 
 def install() -> None:
-    """Have all that this process starts by `subprocess` started by `Popen`."""
+    """Make `subprocess` start every process of this process by `Popen`."""
     subprocess.Popen = Popen  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def executing() -> Iterator[None]:
-    """Let `Popen` fork nothing for the length of the block."""
+def without_zygote() -> Iterator[None]:
+    """Start fresh interpreters for the length of the block."""
     _client.is_off = True
     try:
         yield
@@ -100,7 +101,7 @@ def executing() -> Iterator[None]:
 
 
 class _Client:
-    """The zygote of this process, begun when it is first of use."""
+    """The zygote of this process, started at the first command that it can fork."""
 
     def __init__(self) -> None:
         self.is_off = False
@@ -112,7 +113,7 @@ class _Client:
         self._namespaces: list[str] = []
 
     def start(self, request: Mapping[str, Any]) -> int | None:
-        """Fork what `Popen` is to execute, and return its id; None: it is to be executed."""
+        """Fork the program that `Popen` is to execute; return its id, or None if it cannot."""
         environment = os.environ if request["env"] is None else request["env"]
         if self.is_off or os.getpid() != self._owner or not _can_be_forked(request, environment):
             return None
@@ -143,7 +144,7 @@ class _Client:
         if pid < 0:
             os.waitpid(-pid, 0)
         if pid <= 0:
-            # Nor would the next one be.
+            # The next one could not be forked, either.
             self._is_able = False
         return pid if pid > 0 else None
 
@@ -188,12 +189,12 @@ def _can_be_forked(request: Mapping[str, Any], environment: Mapping[Any, Any]) -
         and request["umask"] == -1
         and request["process_group"] in (None, -1)
         and Path(os.fsdecode(request["cwd"] or "/")).is_dir()
-        and all(_is_ours(os.fsdecode(k), os.fsdecode(v)) for k, v in environment.items())
+        and all(_is_neutral(os.fsdecode(k), os.fsdecode(v)) for k, v in environment.items())
     )
 
 
-def _is_ours(name: str, value: str) -> bool:
-    """Whether this variable makes no other interpreter than the one that forks."""
+def _is_neutral(name: str, value: str) -> bool:
+    """Return whether a fork behaves like a fresh interpreter with this variable."""
     if name == "PYTHONPATH":
         return value == str(REPOSITORY)
     if name.startswith("PYTHON"):
@@ -207,7 +208,7 @@ def _umask() -> int:
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)
-    raise RuntimeError("the kernel does not tell the umask")
+    raise RuntimeError("/proc/self/status does not show the umask")
 
 
 def _namespaces() -> list[str]:
@@ -217,14 +218,14 @@ def _namespaces() -> list[str]:
 # ---- the process that forks -------------------------------------------------------------------
 
 _library = ctypes.PyDLL(None, use_errno=True)
-"""Its functions are called with the interpreter's lock held."""
+"""The C library, called with the interpreter's lock held."""
 _library.sbrk.restype = ctypes.c_void_p
 _timed: list[Any] = []
-"""The modules that know when `bootseer` was imported."""
+"""Modules that hold the time at which `bootseer` was imported."""
 
 
 def main() -> None:
-    """Answer requests at the socket whose descriptor is the first argument, until it is closed."""
+    """Answer requests on the socket whose descriptor is the first argument, until it is closed."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     _import_all()
     address = ctypes.c_ulong()
@@ -256,7 +257,7 @@ def _import_all() -> None:
 
 
 def _fork(tid_address: int) -> int:
-    """As fork(2), but for the child's parent: this process's own. Single-threaded."""
+    """Fork with this process's parent as the child's parent. Single-threaded."""
     flags = _CLONE_PARENT | _CLONE_CHILD_CLEARTID | _CLONE_CHILD_SETTID
     arguments = (ctypes.c_uint64 * 8)(flags, 0, tid_address)
     api = ctypes.pythonapi
@@ -270,7 +271,7 @@ def _fork(tid_address: int) -> int:
 
 
 def _become(request: dict[str, Any], files: Sequence[int], channel: socket.socket) -> NoReturn:
-    """Be the program that was asked for, to its end."""
+    """Run the requested program in this process, and exit."""
     answer = -os.getpid()
     try:
         _set_up(request, files)
@@ -281,7 +282,7 @@ def _become(request: dict[str, Any], files: Sequence[int], channel: socket.socke
         if answer < 0:
             os._exit(1)
     code = _code_of(*sys.orig_argv[1:3])
-    # As the interpreter ends, but for taking all modules apart.
+    # End as the interpreter does, without freeing all modules.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for file in (sys.stdout, sys.stderr):
@@ -304,7 +305,7 @@ def _set_up(request: dict[str, Any], files: Sequence[int]) -> None:
     if not environment.get("LC_ALL"):
         locale = environment.get("LC_CTYPE") or environment.get("LANG") or "C"
         if locale in ("C", "POSIX"):
-            # As the interpreter does at its start (PEP 538).
+            # The interpreter does this at its start (PEP 538).
             os.environ["LC_CTYPE"] = "C.UTF-8"
     time.tzset()
     os.umask(request["umask"])
@@ -342,12 +343,12 @@ class _Map(ctypes.Structure):
     )
 
 
-# What /proc shows is read from here whenever somebody asks.
+# Keeps the memory alive from which /proc reads the names.
 _names: list[object] = []
 
 
 def _name(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Set /proc/self/cmdline and environ. Raises: OSError."""
+    """Set /proc/self/cmdline and /proc/self/environ. Raises: OSError."""
     variables = (f"{name}={value}" for name, value in environment.items())
     argument_bytes, variable_bytes = (
         b"".join(os.fsencode(word) + b"\0" for word in words) for words in (arguments, variables)
@@ -362,11 +363,11 @@ def _name(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     places = (start, middle, middle, middle + len(variable_bytes))
     known = _Map(*numbers, _library.sbrk(0), int(fields[28 - 3]), *places, 0, 0, 0xFFFFFFFF)
     if _library.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(known), ctypes.sizeof(known), 0):
-        raise OSError(ctypes.get_errno(), "the kernel lets nobody rename a process")
+        raise OSError(ctypes.get_errno(), "the kernel does not let a process change its name")
 
 
 def _open_standard_files(unbuffered: bool) -> None:
-    """As the interpreter does: how it buffers depends on what they are."""
+    """Open stdin, stdout and stderr as the interpreter does: terminals are line-buffered."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         old = getattr(sys, name)
         raw = io.FileIO(number, "wb" if number else "rb", closefd=False)
@@ -386,10 +387,10 @@ def _open_standard_files(unbuffered: bool) -> None:
 
 
 def _code_of(word: str, what: str) -> int | None:
-    """Run the module or the code. Return its exit code; None: as SIGINT ends it."""
+    """Run the module or the code; return its exit code, or None if SIGINT ended it."""
     try:
         if word == "-m":
-            # Else it would be there twice, which runpy warns of.
+            # A module that is imported already would be there twice, and runpy warns of that.
             sys.modules.pop(what, None)
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         else:
@@ -410,7 +411,7 @@ _BEFORE = {function.__code__.co_filename for function in (main, runpy.run_module
 
 
 def _own_part(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The calls of the program, without those that lead to it."""
+    """Return the part of the traceback that begins with the program's own calls."""
     while trace and trace.tb_frame.f_code.co_filename in _BEFORE:
         trace = trace.tb_next
     return trace

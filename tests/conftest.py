@@ -22,7 +22,7 @@ from testbed import zygote
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.hdfs.running import running
 from testbed.needs import MissingError, require
-from testbed.processes import waiting_in_the_kernel
+from testbed.processes import uninterruptible_threads
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.registry import Registry, running_registry
 from testbed.servers.s3 import make_bucket, rgw_server
@@ -150,7 +150,7 @@ def pytest_runtest_call() -> Generator[None]:
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Say with a failure which processes hang: of a mount or a disk that does not answer."""
     report = yield
-    if report.failed and (stuck := waiting_in_the_kernel()):
+    if report.failed and (stuck := uninterruptible_threads()):
         report.sections.append(("threads that wait in the kernel", stuck))
     return report
 
@@ -182,7 +182,7 @@ def _environment() -> Iterator[None]:
 @pytest.fixture
 def fresh_interpreters() -> Iterator[None]:
     """What the test starts is executed: it is about what an interpreter does at its start."""
-    with zygote.executing():
+    with zygote.without_zygote():
         yield
 
 

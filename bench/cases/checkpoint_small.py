@@ -1,4 +1,4 @@
-"""What do small files cost on a checkpoint mount?"""
+"""Cost of small files on a checkpoint mount."""
 
 import contextlib
 import shutil

@@ -1,4 +1,4 @@
-"""What do checkpoints cost where nothing slows them down?"""
+"""Cost of checkpoints on an HDFS without limits."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.checkpoint.cluster import CappedHdfs
-from bench.checkpoint.files import NAME, ORDINARY, PLAIN, STRIPED, Kind, ensure, write
+from bench.checkpoint.files import NAME, ORDINARY, PLAIN, STRIPED, FileKind, ensure, write
 from bench.checkpoint.measure import derive, our_mount, run_client, sample
 from bench.machine.page_cache import evict_everything
 from bench.machine.tmpfs import tmpfs
@@ -21,7 +21,7 @@ from bench.model import (
     ratio_of,
     variant,
 )
-from testbed.processes import Server, tree_peak_bytes
+from testbed.processes import FuseProcess, tree_peak_bytes
 
 _FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES = 2**30, 2**28, 2**25
 _DATANODES = 4
@@ -63,9 +63,12 @@ def _variant(name: str, description: str, action: Action) -> Variant:
 
 
 def _timed(
-    workspace: Workspace, action: str, arguments: Mapping[str, object], server: Server | None = None
+    workspace: Workspace,
+    action: str,
+    arguments: Mapping[str, object],
+    server: FuseProcess | None = None,
 ) -> Sample:
-    """A sample of one action of the client; of the whole size unless `arguments` say otherwise."""
+    """Return a sample of one action of the client, by default on the whole size."""
     cluster: CappedHdfs = workspace.shared["cluster"]
     full = {"size_bytes": workspace.shared["size_bytes"], **arguments}
     taken = sample(cluster, lambda: run_client(action, full), server)
@@ -95,7 +98,7 @@ def _native(workspace: Workspace) -> Sample:
 
 
 def _file_url(workspace: Workspace, folder: str) -> str:
-    """What is to be mounted; the striped file is there."""
+    """Return the URL to mount; the striped file is made first if it is needed."""
     memory: Path = workspace.shared["memory"]
     if folder and not (memory / folder / NAME).exists():
         (memory / folder).mkdir(exist_ok=True)
@@ -108,7 +111,7 @@ def _file_url(workspace: Workspace, folder: str) -> str:
 def _file_mounted(folder: str) -> Action:
     def action(workspace: Workspace) -> Sample:
         url = _file_url(workspace, folder)
-        # What HDFS's library needs says nothing about files.
+        # The CPU time of HDFS's library is no reference for local files.
         others = {**workspace.shared, "library_read": None}
         with our_mount(workspace, url, "--read-only") as server:
             arguments = {"path": str(server.mountpoint / NAME)}
@@ -144,7 +147,7 @@ def _hdfs_stream(workspace: Workspace) -> Sample:
     return _timed(workspace, "native_read", {"url": cluster.url, "paths": [ORDINARY.path]})
 
 
-def _hdfs_mounted(kind: Kind) -> Action:
+def _hdfs_mounted(kind: FileKind) -> Action:
     def action(workspace: Workspace) -> Sample:
         cluster: CappedHdfs = workspace.shared["cluster"]
         ensure(workspace, cluster, kind)
@@ -176,7 +179,7 @@ def _hdfs_write_library(workspace: Workspace) -> Sample:
     return replace(taken, figures={"gib": gib})
 
 
-def _hdfs_write_mounted(kind: Kind) -> Action:
+def _hdfs_write_mounted(kind: FileKind) -> Action:
     def action(workspace: Workspace) -> Sample:
         cluster: CappedHdfs = workspace.shared["cluster"]
         cluster.empty_folder(f"/{kind.folder}")
@@ -197,7 +200,7 @@ def _several(workspace: Workspace, directory: Path) -> dict[str, object]:
 
 
 def _hdfs_several(verb: str) -> Action:
-    """Read what was written before; write anew."""
+    """Return the action that reads files written before, or writes them anew."""
 
     def action(workspace: Workspace) -> Sample:
         cluster: CappedHdfs = workspace.shared["cluster"]

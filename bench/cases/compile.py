@@ -1,4 +1,4 @@
-"""How long does the first step of a compiled model take on a node that has compiled nothing?"""
+"""First training step of a compiled model on a node that has compiled nothing."""
 
 import contextlib
 import importlib.util
@@ -31,8 +31,8 @@ _DEADLINE_S = 900.0
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-class _Node:
-    """One node: a folder whose path is the same for all, and the way by which it gets its cache."""
+class _CompilingNode:
+    """Node that runs the program; its folder has the same path in all variants."""
 
     def __init__(self, workspace: Workspace, name: str) -> None:
         self.name = name
@@ -45,7 +45,7 @@ class _Node:
         self.shared.mkdir(parents=True)
 
     def clear(self) -> None:
-        """It has compiled nothing."""
+        """Make it a node that has compiled nothing."""
         shutil.rmtree(self.base, ignore_errors=True)
         self.base.mkdir()
 
@@ -60,7 +60,7 @@ class _Node:
         wrapper: tuple[str, ...] = (),
         environ: Mapping[str, str],
     ) -> Sample:
-        """Start the program, after what the way does first."""
+        """Run the program, after the variant's own first step."""
         cpu = resource.getrusage(resource.RUSAGE_CHILDREN)
         started_s = time.time()
         before()
@@ -75,7 +75,7 @@ class _Node:
         if done.returncode:
             raise RuntimeError(f"the program failed: {done.stderr[-2000:]}")
         told = json.loads(done.stdout)
-        # The same kernels, however they came.
+        # The compiled kernels must be the same in all variants.
         self.loss.add(round(told["loss"], 5))
         if len(self.loss) != 1:
             raise RuntimeError(f"the ways disagree on the loss: {self.loss}")
@@ -89,7 +89,7 @@ class _Node:
                 "restore_s": restore_s,
                 "import_s": told["import_s"],
                 "step_s": told["step_s"],
-                # Imports take each way as long, and is not what they differ in.
+                # Without the imports, which take equally long in all variants.
                 "ready_s": restore_s + told["step_s"],
             },
         )
@@ -120,7 +120,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _nothing(workspace: Workspace) -> Iterator[TakeSample]:
-    node = _Node(workspace, "nothing")
+    node = _CompilingNode(workspace, "nothing")
 
     def take() -> Sample:
         node.clear()
@@ -131,8 +131,8 @@ def _nothing(workspace: Workspace) -> Iterator[TakeSample]:
 
 @contextlib.contextmanager
 def _warm(workspace: Workspace) -> Iterator[TakeSample]:
-    """The same node once more. Its folder is another one, since other ways clear theirs."""
-    node = _Node(workspace, "warm")
+    """Run the same node again, in a folder that other variants do not clear."""
+    node = _CompilingNode(workspace, "warm")
     environ = node.environment(**{_CACHE: str(workspace.directory / "warm-inductor")})
     node.clear()
     node.step(environ=environ)
@@ -146,8 +146,8 @@ def _warm(workspace: Workspace) -> Iterator[TakeSample]:
 
 @contextlib.contextmanager
 def _tar(workspace: Workspace) -> Iterator[TakeSample]:
-    """As Megatron-LM#5452: an archive on shared storage, unpacked before the program."""
-    node = _Node(workspace, "tar")
+    """Unpack an archive on shared storage before the program, as in Megatron-LM#5452."""
+    node = _CompilingNode(workspace, "tar")
     environ = node.environment(**{_CACHE: str(node.cache)})
     archive = node.shared / "cache.tar.gz"
     node.clear()
@@ -166,8 +166,8 @@ def _tar(workspace: Workspace) -> Iterator[TakeSample]:
 
 @contextlib.contextmanager
 def _artifacts(workspace: Workspace) -> Iterator[TakeSample]:
-    """torch.compiler.save_cache_artifacts, and load_cache_artifacts in the program."""
-    node = _Node(workspace, "artifacts")
+    """Use torch.compiler's save_cache_artifacts, and load_cache_artifacts in the program."""
+    node = _CompilingNode(workspace, "artifacts")
     environ = node.environment(**{_CACHE: str(node.cache)})
     file = str(node.shared / "artifacts")
     node.clear()
@@ -182,7 +182,7 @@ def _artifacts(workspace: Workspace) -> Iterator[TakeSample]:
 
 @contextlib.contextmanager
 def _bootseer(workspace: Workspace) -> Iterator[TakeSample]:
-    node = _Node(workspace, "bootseer")
+    node = _CompilingNode(workspace, "bootseer")
     environ = node.environment(
         BOOTSEER_STORE=(node.shared / "store").as_uri(),
         BOOTSEER_CACHE_DIR=str(node.base / "cache"),
@@ -195,7 +195,7 @@ def _bootseer(workspace: Workspace) -> Iterator[TakeSample]:
     def step() -> Sample:
         node.clear()
         sample = node.step(wrapper=wrapper, environ=environ)
-        # What is behind the start ends by itself, and must not run into the next one.
+        # The processes behind the start must not run into the next start.
         _wait_for_attendant(node)
         return sample
 
@@ -203,8 +203,8 @@ def _bootseer(workspace: Workspace) -> Iterator[TakeSample]:
     yield step
 
 
-def _wait_for_attendant(node: _Node) -> None:
-    """Until the process that publishes has ended: its log then says what it did."""
+def _wait_for_attendant(node: _CompilingNode) -> None:
+    """Wait until the publishing process has ended, as its log says."""
     deadline_s = time.monotonic() + 120
     while True:
         texts = [path.read_text() for path in (node.base / "run/logs").glob("start-*.log")]

@@ -1,4 +1,4 @@
-"""How long until a new node, or eight at once, can import from an environment of many files?"""
+"""Restoring an environment of many files on one new node, or on eight at once."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from dataclasses import replace
 from bench.env.measure import take, take_many
 from bench.env.recipe import IMPORTS, REQUIREMENTS
 from bench.env.site import RATE_MBIT, EnvironmentSite, open_site
-from bench.env.ways import ALL, EXTRACT, IMPORT, MOUNT, UV_LINE, Way, first_start
+from bench.env.ways import ALL, EXTRACT, IMPORT, MOUNT, UV_LINE, RestoreMethod, first_start
 from bench.machine.environment import file_system_of
 from bench.model import (
     Case,
@@ -49,7 +49,9 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
         yield
 
 
-def _session(way: Way, take_one: Callable[[EnvironmentSite, Way], Sample]) -> Session:
+def _session(
+    way: RestoreMethod, take_one: Callable[[EnvironmentSite, RestoreMethod], Sample]
+) -> Session:
     @contextlib.contextmanager
     def session(workspace: Workspace) -> Iterator[TakeSample]:
         site: EnvironmentSite = workspace.shared["site"]
@@ -63,7 +65,7 @@ def _session(way: Way, take_one: Callable[[EnvironmentSite, Way], Sample]) -> Se
     return session
 
 
-def _take_eight(site: EnvironmentSite, way: Way) -> Sample:
+def _take_eight(site: EnvironmentSite, way: RestoreMethod) -> Sample:
     return take_many(site, lambda node: [way.restore(site, node), IMPORT], _NODE_COUNT)
 
 

@@ -1,4 +1,4 @@
-"""How fast is a file read through FUSE, and what does the server cost?"""
+"""Reading a file through FUSE: throughput, and CPU time of the server."""
 
 import contextlib
 import importlib.util
@@ -71,7 +71,7 @@ def _read(workspace: Workspace, path: Path, server_pid: int | None) -> Sample:
 
 
 def _compare(workspace: Workspace, path: Path) -> None:
-    """Raise RuntimeError if the file at `path` has other bytes than the source."""
+    """Compare the file at `path` with the source. Raises: RuntimeError if they differ."""
     command = ["cmp", str(path), str(workspace.shared["source"] / _NAME)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=_READ_DEADLINE_S, check=False
@@ -85,7 +85,7 @@ def _native(workspace: Workspace) -> Sample:
 
 
 def _served(name: str, command: Callable[[Workspace, Path], Sequence[str]]) -> Session:
-    """A session with the server that `command(workspace, mountpoint)` starts."""
+    """Return a session with the server that `command(workspace, mountpoint)` starts."""
 
     @contextlib.contextmanager
     def session(workspace: Workspace) -> Iterator[TakeSample]:

@@ -1,4 +1,4 @@
-"""What does watching the Python processes of a start cost it?"""
+"""Cost of watching the Python processes of a start."""
 
 import contextlib
 import importlib.util
@@ -21,7 +21,7 @@ from testbed.needs import MissingError
 from testbed.processes import python_command
 
 _PACKAGES = ("torch", "transformers")
-# As training code has it: imports, a loader, and the first step, which is `ready`.
+# A small training program: imports, a loader, and the first steps, which end with `ready`.
 _PROGRAM = """
 import torch, transformers
 from torch.utils.data import DataLoader

@@ -1,6 +1,6 @@
-"""How long until a program has run on a node that has never seen its image?
+"""Starting a program on a node that has never used its image.
 
-Four cases, which differ in the program and in the rate of the line.
+The four cases differ in the program and in the rate of the loopback.
 """
 
 import contextlib
@@ -21,28 +21,28 @@ from bench.model import (
     ratio,
 )
 from bench.peers.bootseer_containerd import BootseerSnapshotter
-from bench.peers.bootseer_image import Bootseer, Mode
-from bench.peers.containerd import Containerd, LocalContainerd
+from bench.peers.bootseer_image import Bootseer, ImageMode
+from bench.peers.containerd import ContainerdPeer, LocalContainerd
 from bench.peers.soci import Soci
 from bench.peers.stargz import Stargz
-from testbed.images.layout import Layout
+from testbed.images.layout import OciLayout
 from testbed.images.torch_image import TAGS, torch_image
 from testbed.images.workloads import PANDAS, SHELL, TORCH, Workload
 
 _OURS: tuple[Peer, ...] = (
-    Bootseer("unindexed", Mode.UNINDEXED),
-    Bootseer("seek points", Mode.SEEK_POINTS),
-    Bootseer("lazy", Mode.LAZY),
-    Bootseer("record", Mode.RECORD),
-    Bootseer("replay", Mode.REPLAY),
+    Bootseer("unindexed", ImageMode.UNINDEXED),
+    Bootseer("seek points", ImageMode.SEEK_POINTS),
+    Bootseer("lazy", ImageMode.LAZY),
+    Bootseer("record", ImageMode.RECORD),
+    Bootseer("replay", ImageMode.REPLAY),
     BootseerSnapshotter("replay containerd", "bookworm"),
-    Bootseer("replay rebuilt", Mode.REBUILT),
-    Bootseer("replay x8", Mode.REPLAY, count=8),
-    Bootseer("all local", Mode.LOCAL),
+    Bootseer("replay rebuilt", ImageMode.REBUILT),
+    Bootseer("replay x8", ImageMode.REPLAY, count=8),
+    Bootseer("all local", ImageMode.LOCAL),
 )
 _PEERS: tuple[Peer, ...] = (
-    Containerd("containerd 1.6", "bookworm"),
-    Containerd("containerd 2.1", "forky"),
+    ContainerdPeer("containerd 1.6", "bookworm"),
+    ContainerdPeer("containerd 2.1", "forky"),
     Soci("bookworm"),
     Soci("bookworm", is_indexed=False),
     Stargz("bookworm"),
@@ -51,7 +51,7 @@ _PEERS: tuple[Peer, ...] = (
 
 
 def _case(name: str, workload: Workload, rate_mbit: int, targets: tuple[Ratio, ...]) -> Case:
-    """Everything that starts `workload`, side by side behind a line of `rate_mbit`."""
+    """Return a case with every way of starting `workload` behind a line of `rate_mbit`."""
     return Case(
         name=name,
         description=(
@@ -82,7 +82,7 @@ def _prepare(
     def prepare(workspace: Workspace) -> Iterator[None]:
         layout = torch_image(workspace.kept, workspace.say)
         with open_site(workspace, layout, workload, rate_mbit, (*_PEERS, *_OURS)) as site:
-            layers = Layout(layout).layers(TAGS[0])
+            layers = OciLayout(layout).layers(TAGS[0])
             stored, plain = (
                 " + ".join(f"{size / 1e6:.0f}" for size in sizes)
                 for sizes in (
@@ -157,10 +157,10 @@ def _limited(local: Target | None) -> tuple[Ratio, ...]:
 
 CASES = (
     _case("image", TORCH, 1000, (*_limited(at_most(1.4)), *_UNRECORDED, *_OTHERWISE)),
-    # The less is moved, the more is won.
+    # On a slow line, moving less bytes counts more.
     _case("image-slow-line", TORCH, 200, (*_limited(None), *_UNRECORDED, *_OTHERWISE)),
     _case("image-pandas", PANDAS, 1000, (*_UNLIMITED, *_UNRECORDED)),
-    # It needs next to nothing of the image.
+    # The program needs a very small part of the image.
     _case(
         "image-shell",
         SHELL,

@@ -1,4 +1,4 @@
-"""How fast is an image indexed, and in how much memory?"""
+"""Indexing an image: speed and memory."""
 
 import contextlib
 import shutil
@@ -19,7 +19,7 @@ from bench.model import (
     ratio_of,
     variant,
 )
-from testbed.images.layout import Layout
+from testbed.images.layout import OciLayout
 from testbed.images.torch_image import TAGS, torch_image
 from testbed.processes import python_command, run_json
 
@@ -31,7 +31,7 @@ _WANTED_MB_PER_CORE_S = 100.0
 
 @contextlib.contextmanager
 def _prepare(workspace: Workspace) -> Iterator[None]:
-    source = Layout(torch_image(workspace.kept, workspace.say))
+    source = OciLayout(torch_image(workspace.kept, workspace.say))
     layers = source.layers(TAGS[0])
     workspace.shared["gzip"] = source, sum(layer.tar_bytes for layer in layers)
     copy = as_zstd(source, layers, workspace.directory / "zstd-layout")
@@ -52,7 +52,7 @@ def _index(name: str, description: str) -> Variant:
 def _index_large(gib: int) -> Variant:
     def take(workspace: Workspace) -> Sample:
         size_bytes = workspace.sized(gib * _GIB, _GIB, _GIB // 64)
-        # Made for each run, since all of them at once would need too much room.
+        # Made for each run, since all of them together need too much space.
         folder = workspace.directory / f"large-{gib}"
         try:
             return _take(workspace, synthetic(folder, size_bytes), size_bytes)
@@ -62,7 +62,7 @@ def _index_large(gib: int) -> Variant:
     return variant(f"{gib} GiB", f"one layer of {gib} GiB, gzip", take)
 
 
-def _take(workspace: Workspace, layout: Layout, tar_bytes: int) -> Sample:
+def _take(workspace: Workspace, layout: OciLayout, tar_bytes: int) -> Sample:
     place = workspace.directory / "index"
     settings = {
         "BOOTSEER_STORE": (place / "store").as_uri(),

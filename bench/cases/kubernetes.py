@@ -1,7 +1,7 @@
-"""How long does a pod take to its first line on an empty node, and what does Bootseer cost there?
+"""A pod's first line on an empty node, and Bootseer's memory and CPU time on the cluster.
 
-On the tests' cluster: two nodes, each with namespaces, a containerd and a disk of its own, and a
-registry and an HDFS behind nothing but this machine's memory.
+The cluster is the test bed's: two nodes, each with its own namespaces, containerd and disk. The
+registry and the HDFS are in this machine's memory; their network is not limited.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from bench.model import (
     at_least,
     ratio,
 )
-from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.cluster import KubernetesCluster
 from testbed.kubernetes.images import bootseer_image, trainer_image
 from testbed.kubernetes.installation import Installation
 from testbed.kubernetes.machine import ClusterNode
 from testbed.kubernetes.objects import pod
-from testbed.kubernetes.starts import REPLAY, TRAIN, index, said, start, wait_said
+from testbed.kubernetes.starts import REPLAY, TRAIN, image_server_logs, index, start, wait_logged
 
 _POD_COUNT = 20
 _WATCHED_S = 20.0
@@ -55,22 +55,22 @@ _SHARES = r"""for each in /proc/[0-9]*; do
   ticks=$(sed 's/.*) //' $each/stat 2>/dev/null | awk '{print $12 + $13}')
   echo "${memory:-0} ${ticks:-0} $line"
 done"""
-# Nanoseconds of CPU of all that has run on the node, pods included, and bytes that came to it.
+# Nanoseconds of CPU of all processes of the node, pods included, and bytes that it received.
 _SPENT = """cat /sys/fs/cgroup/cpuacct/cpuacct.usage
 awk '$1 == "eth0:" {print $2}' /proc/net/dev"""
 
 
 class _Bed:
-    """The cluster with Bootseer, and an image of which a start has been recorded."""
+    """Cluster with Bootseer, and an image with a recorded start."""
 
-    def __init__(self, cluster: Cluster, installation: Installation, image: str):
+    def __init__(self, cluster: KubernetesCluster, installation: Installation, image: str):
         self.cluster = cluster
         self.installation = installation
         self._image = image
         self._count = 0
 
     def start(self, variant: str) -> Sample:
-        """A pod on a node with an empty disk, from before it is asked for to its first line."""
+        """Start a pod on a node with an empty disk, and measure the time to its first line."""
         node = self.cluster.nodes[1]
         self.cluster.wipe(node)
         self.installation.wait_ready()
@@ -82,8 +82,8 @@ class _Bed:
             name = f"{variant}-{self._count}"
             given = start(self.cluster, name, self._image, node, annotations=annotations)
             cpu_end_ns, received_end = _spent(node)
-        if annotations and ("no bundle" in said(node)) != (variant == "lazy"):
-            raise RuntimeError(f"it was not {variant}: {said(node)[-500:]}")
+        if annotations and ("no bundle" in image_server_logs(node)) != (variant == "lazy"):
+            raise RuntimeError(f"the start was not {variant}: {image_server_logs(node)[-500:]}")
         self.clear()
         return Sample(
             given.first_line_s,
@@ -93,7 +93,7 @@ class _Bed:
 
     @contextlib.contextmanager
     def _without_records(self) -> Iterator[None]:
-        """The store as before anything was recorded; what is recorded meanwhile is left out."""
+        """Hide the records in the store, and drop those made meanwhile."""
         self._move_records("hot", "away")
         try:
             yield
@@ -105,7 +105,7 @@ class _Bed:
         self.cluster.lan.run(sys.executable, "-c", _MOVE, *words)
 
     def install(self) -> Sample:
-        """From one command, on empty nodes, until all is ready; and then what it takes there."""
+        """Install Bootseer on empty nodes; measure the time, and memory and CPU time afterwards."""
         self.installation.remove()
         for node in self.cluster.nodes:
             self.cluster.wipe(node)
@@ -131,8 +131,7 @@ class _Bed:
         self.cluster.kubectl("delete", "pods", "--selector=bed=yes", timeout_s=300)
 
     def _taken(self, when: str) -> dict[str, float]:
-        """What each component has of the memory and the CPU of its node, the larger of the
-        nodes'."""
+        """Return each component's memory and CPU time on the node where it is larger."""
         found: dict[str, float] = {}
         before = [_shares(node) for node in self.cluster.nodes]
         time.sleep(_WATCHED_S)
@@ -165,7 +164,7 @@ def _shares(node: ClusterNode) -> dict[str, tuple[int, int]]:
 
 @contextlib.contextmanager
 def _prepare(workspace: Workspace) -> Iterator[None]:
-    with Cluster(say=workspace.say) as cluster:
+    with KubernetesCluster(say=workspace.say) as cluster:
         node_image = cluster.push(bootseer_image(), "bootseer-node:bench")
         trainer = cluster.push(trainer_image(workspace.say), "team/trainer:1")
         installation = Installation(cluster, node_image)
@@ -173,7 +172,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
         index(installation, trainer)
         node = cluster.nodes[1]
         start(cluster, "recorded", trainer, node, annotations=REPLAY)
-        wait_said(node, "published a bundle", 1)
+        wait_logged(node, "published a bundle", 1)
         bed = workspace.shared["bed"] = _Bed(cluster, installation, trainer)
         bed.clear()
         workspace.shared["notes"] = [

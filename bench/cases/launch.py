@@ -1,4 +1,4 @@
-"""What does the second launch of a job save? The numbers of `bootseer demo`."""
+"""First and second launch of a job, as `bootseer demo` measures them."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
 
 
 def sample_of(document: Mapping[str, Any], which: str) -> Sample:
-    """The first or second launch of one `bootseer demo --json` (`which`: "first" or "second")."""
+    """Return the sample of the "first" or "second" launch of a `bootseer demo --json`."""
     figures: dict[str, float] = {"image_bytes": float(document["image"]["bytes"])}
     moved_bytes = 0
     for name, stage in document["stages"].items():
@@ -40,7 +40,7 @@ def sample_of(document: Mapping[str, Any], which: str) -> Sample:
 
 
 def _first(workspace: Workspace) -> Sample:
-    """Run the demo, which yields both launches."""
+    """Run the demo, which makes both launches; return the first one's sample."""
     command = python_command("-m", "bootseer", "demo", "--json")
     if workspace.is_smoke:
         command.append("--quick")

@@ -1,4 +1,4 @@
-"""What does a start lose by Bootseer where Bootseer cannot help it?"""
+"""Cost of Bootseer for a start that it cannot speed up."""
 
 import contextlib
 import resource
@@ -18,7 +18,7 @@ from testbed.node import Node
 _DEADLINE_S = 300.0
 _BEHIND_S = 20.0
 _FILE_COUNT = 200
-# As `pip install` does: files in a folder.
+# Writes files into a folder, as `pip install` does.
 _SET_UP = """
 import pathlib, sys
 folder = pathlib.Path(sys.argv[1])
@@ -26,7 +26,7 @@ folder.mkdir(parents=True, exist_ok=True)
 for number in range(int(sys.argv[2])):
     (folder / f"module_{number}.py").write_text(f"value = {number}\\n" * 100)
 """
-# The rest of the start, on one processor, and then proof that the set-up's files are there.
+# Uses CPU time like the rest of a start, then prints the size of the set-up's files.
 _START = """
 import pathlib, sys, time
 ends_s = time.process_time() + float(sys.argv[2])
@@ -39,8 +39,8 @@ _TEST_SETTINGS = ("BOOTSEER_DEADLINE", "BOOTSEER_MEMORY", "BOOTSEER_PUBLISH_TIME
 _PLAIN = "plain"
 
 
-class _Way(Enum):
-    """How a start is made."""
+class _StartKind(Enum):
+    """Ways of making a start."""
 
     PLAIN = "without Bootseer"
     WRAPPED = "by a bare `bootseer run`"
@@ -62,7 +62,7 @@ def _start_s(workspace: Workspace) -> float:
     return workspace.sized(100, 40, 1) / 10
 
 
-def _command(workspace: Workspace, node: Node, way: _Way) -> list[str]:
+def _command(workspace: Workspace, node: Node, way: _StartKind) -> list[str]:
     target = str(node.base / "environment")
     script = workspace.directory / "set-up.sh"
     set_up = [sys.executable, "-S", "-c", _SET_UP, target, str(_FILE_COUNT)]
@@ -70,16 +70,16 @@ def _command(workspace: Workspace, node: Node, way: _Way) -> list[str]:
     start = [sys.executable, "-c", _START, target, str(_start_s(workspace))]
     plain = ["sh", "-c", f'sh {script} && exec "$@"', "sh", *start]
     run = [sys.executable, "-m", "bootseer", "run"]
-    if way is _Way.PLAIN:
+    if way is _StartKind.PLAIN:
         return plain
-    if way is _Way.WRAPPED:
+    if way is _StartKind.WRAPPED:
         return [*run, "--", *plain]
     return [*run, "--setup", f"sh {script}", "--target", target, "--", *start]
 
 
-def _take(workspace: Workspace, way: _Way, store: str) -> Sample:
+def _take(workspace: Workspace, way: _StartKind, store: str) -> Sample:
     node = Node(workspace.directory / "node", store)
-    # As it is for users: with the deadline, memory and timelines that are the defaults.
+    # With the default deadline, memory and timelines, as users have them.
     environ = {name: v for name, v in node.environment.items() if name not in _TEST_SETTINGS}
     try:
         command = _command(workspace, node, way)
@@ -92,8 +92,8 @@ def _take(workspace: Workspace, way: _Way, store: str) -> Sample:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         if done.returncode or done.stdout.strip() != str(_EXPECTED_BYTES):
             raise RuntimeError(f"the start ended with {done.returncode}: {done.stderr[-1000:]}")
-        # What publishes behind a start must not share the machine with the next one. It is
-        # ended where the store is away.
+        # The publishing process must not run beside the next start. Without a store it is ended
+        # here.
         while node.processes() and time.monotonic() - began < wall_s + _BEHIND_S:
             time.sleep(0.1)
     finally:
@@ -115,14 +115,14 @@ def _new_store(workspace: Workspace) -> Iterator[str]:
 @contextlib.contextmanager
 def _refusing_store(workspace: Workspace) -> Iterator[str]:
     with socket.socket() as unheard:
-        # Bound, so that nobody else gets the port; nobody listens.
+        # Bound, so that no other process gets the port, but not listening.
         unheard.bind(("127.0.0.1", 0))
         yield f"hdfs://127.0.0.1:{unheard.getsockname()[1]}/bootseer"
 
 
 @contextlib.contextmanager
 def _silent_store(workspace: Workspace) -> Iterator[str]:
-    # Connections are taken by the kernel, and nobody answers.
+    # The kernel accepts connections, and no process answers.
     with socket.create_server(("127.0.0.1", 0)) as silent:
         yield f"hdfs://127.0.0.1:{silent.getsockname()[1]}/bootseer"
 
@@ -130,7 +130,7 @@ def _silent_store(workspace: Workspace) -> Iterator[str]:
 def _started(
     name: str,
     description: str,
-    way: _Way,
+    way: _StartKind,
     store: Callable[[Workspace], AbstractContextManager[str]] = _new_store,
 ) -> Variant:
     def take(workspace: Workspace) -> Sample:
@@ -149,14 +149,14 @@ CASE = Case(
     description="A start that Bootseer cannot help: nothing is recorded, or the store is away.",
     prepare=_prepare,
     variants=(
-        _started(_PLAIN, "`sh -c 'SET-UP && exec PROGRAM'`", _Way.PLAIN),
-        _started("wrapped", "`bootseer run` of the same; an empty store", _Way.WRAPPED),
-        _started("first start", "`run --setup`; an empty store, which gets it", _Way.SET_UP),
-        _started("store refuses", "an HDFS that nobody serves", _Way.SET_UP, _refusing_store),
+        _started(_PLAIN, "`sh -c 'SET-UP && exec PROGRAM'`", _StartKind.PLAIN),
+        _started("wrapped", "`bootseer run` of the same; an empty store", _StartKind.WRAPPED),
+        _started("first start", "`run --setup`; an empty store, which gets it", _StartKind.SET_UP),
+        _started("store refuses", "an HDFS that nobody serves", _StartKind.SET_UP, _refusing_store),
         _started(
             "store silent",
             "an HDFS that takes connections and never answers",
-            _Way.SET_UP,
+            _StartKind.SET_UP,
             _silent_store,
         ),
     ),
@@ -165,7 +165,7 @@ CASE = Case(
         _time("first start"),
         _time("store refuses"),
         _time("store silent"),
-        # The time of a machine that does other things says less than what each start takes of it.
+        # On a machine that does other work, CPU time says more than elapsed time.
         ratio("wrapped", _PLAIN, "cpu_s", "CPU"),
         ratio("first start", _PLAIN, "cpu_s", "CPU"),
     ),

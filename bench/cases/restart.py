@@ -1,4 +1,4 @@
-"""How long is a job of four workers away when it fails, and when it starts on another node?"""
+"""Restart of a job of four workers after a failure, and its start on another node."""
 
 import contextlib
 import importlib.util
@@ -47,7 +47,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
         raise MissingError(f"pip install {' '.join(missing)}")
     if shutil.which("g++") is None:
         raise MissingError("there is no C++ compiler; apt-get install g++")
-    # Before there is a network of our own, which leads nowhere.
+    # Fetched before the thread enters a network namespace, which has no way out.
     assemble_hdfs()
     size_bytes = workspace.sized(_FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES)
     with (
@@ -126,7 +126,7 @@ def _sample(
             "failure_s": failure["step_s"],
             "again_s": again["step_s"],
             "launcher_s": again["agent_s"],
-            # As torchrun restarts them: all four at once.
+            # All four at once, as torchrun restarts them.
             **{f"failure_{name}": failure[name] for name in ("line_s", "import_s", "load_s")},
             "workers_bytes": failure["workers_bytes"],
             **more,
@@ -161,7 +161,7 @@ def _bootseer(
 
         def end() -> None:
             job.end()
-            # What lingers, and what publishes: the next node is another one.
+            # End the lingering mounts and the publishing process: the next node is a new one.
             words = (*bootseer, "standby", "--end")
             subprocess.run(words, env=job.environ, check=True, timeout=_DEADLINE_S)
             job.wait_for_end()
@@ -181,7 +181,7 @@ def _bootseer(
             finally:
                 end()
 
-        # The start that records.
+        # A first start, which records.
         job.clear()
         job.start()
         end()

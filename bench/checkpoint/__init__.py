@@ -1,1 +1,1 @@
-"""What the checkpoint cases stand on: capped HDFS clusters, clients of theirs, peers, loaders."""
+"""Parts of the checkpoint cases: rate-limited HDFS clusters, their clients, peers and loaders."""

@@ -1,9 +1,9 @@
-"""Moves one file in a process of its own, and prints what it took, as JSON.
+"""Moves files in a process of its own, and prints the time and CPU time as JSON.
 
     python -m bench.checkpoint.client ACTION '{"path": ...}'
 
-Starting the interpreter, imports and connecting are not measured; opening the file is. What is read
-is checked against `content`.
+The start of the interpreter, imports and connecting are not measured; opening the file is. The
+bytes read are checked against `content`. Each action returns the function that is measured.
 """
 
 import json
@@ -19,11 +19,11 @@ from bench.checkpoint.content import BLOCK_BYTES, Check, Content
 from bench.machine.page_cache import evict_file
 
 Timed = Callable[[], int]
-"""The part that is measured; returns how many bytes it moved."""
+"""Measured function; returns the number of bytes it moved."""
 
 
 def read_file(path: str, size_bytes: int) -> Timed:
-    """The first `size_bytes` of a file of a file system, in steps of 1 MiB."""
+    """Read the first `size_bytes` of a file in steps of 1 MiB."""
     evict_file(Path(path))
     buffer = memoryview(bytearray(b"\1" * BLOCK_BYTES))
 
@@ -39,7 +39,7 @@ def read_file(path: str, size_bytes: int) -> Timed:
 
 
 def read_files(paths: list[str], size_bytes: int) -> Timed:
-    """Several files at once, a thread for each."""
+    """Read several files at once, a thread for each."""
     reads = [read_file(path, size_bytes) for path in paths]
     pool = ThreadPoolExecutor(len(paths))
 
@@ -50,7 +50,7 @@ def read_files(paths: list[str], size_bytes: int) -> Timed:
 
 
 def write_file(path: str, size_bytes: int) -> Timed:
-    """A new file of a file system, in steps of 1 MiB, with fsync and close."""
+    """Write a new file in steps of 1 MiB, with fsync and close."""
     content = Content()
 
     def work() -> int:
@@ -67,7 +67,7 @@ def write_file(path: str, size_bytes: int) -> Timed:
 
 
 def write_files(paths: list[str], size_bytes: int) -> Timed:
-    """Several new files at once, a thread for each."""
+    """Write several new files at once, a thread for each."""
     writes = [write_file(path, size_bytes) for path in paths]
     pool = ThreadPoolExecutor(len(paths))
 
@@ -78,7 +78,7 @@ def write_files(paths: list[str], size_bytes: int) -> Timed:
 
 
 def read_fsspec(url: str, size_bytes: int) -> Timed:
-    """By our fsspec file system, in steps of 1 MiB. `url` is that of the target."""
+    """Read a file by Bootseer's fsspec file system in steps of 1 MiB; `url` is the target's."""
     import fsspec
 
     from bootseer.fuse.striped.fsspec_system import CheckpointFileSystem
@@ -98,7 +98,7 @@ def read_fsspec(url: str, size_bytes: int) -> Timed:
 
 
 def read_into(url: str, name: str, size_bytes: int) -> Timed:
-    """All of a file into one buffer of ours, by `copy.read_into`."""
+    """Read a whole file into one buffer by `copy.read_into`."""
     from bootseer.fuse.striped.tools import copy
     from bootseer.settings.config import load_settings
 
@@ -116,9 +116,9 @@ def read_into(url: str, name: str, size_bytes: int) -> Timed:
 def native_read(
     url: str, paths: list[str], size_bytes: int, *, threads: int = 1, range_bytes: int = 0
 ) -> Timed:
-    """By hdfs-native: files as streams, or in ranges that `threads` take from a queue.
+    """Read files by hdfs-native: as streams, or in ranges that `threads` take from a queue.
 
-    `size_bytes` of each file. With several paths nothing is checked: they are parts.
+    `size_bytes` are read of each file. Several files are parts, whose content is not checked.
     """
     import hdfs_native
 
@@ -148,7 +148,7 @@ def native_read(
 
 
 def native_write(url: str, path: str, size_bytes: int) -> Timed:
-    """By hdfs-native, one stream."""
+    """Write a file by hdfs-native in one stream."""
     import hdfs_native
 
     client = hdfs_native.Client(url)
@@ -165,7 +165,7 @@ def native_write(url: str, path: str, size_bytes: int) -> Timed:
 
 
 def native_copy(url: str, path: str, source: str) -> Timed:
-    """A local file into HDFS by hdfs-native, one stream."""
+    """Copy a local file into HDFS by hdfs-native in one stream."""
     import hdfs_native
 
     client = hdfs_native.Client(url)
@@ -184,7 +184,7 @@ def native_copy(url: str, path: str, source: str) -> Timed:
 
 
 def libhdfs_read(address: str, path: str, size_bytes: int) -> Timed:
-    """By pyarrow over libhdfs, one stream; the JVM runs before."""
+    """Read a file by pyarrow over libhdfs in one stream; the JVM is started before."""
     from pyarrow.fs import HadoopFileSystem
 
     host, _, port = address.partition(":")
@@ -234,7 +234,7 @@ def measure(work: Timed) -> None:
     }
     sys.stdout.write(json.dumps(outcome) + "\n")
     sys.stdout.flush()
-    # Threads of client libraries and of the JVM are not waited for.
+    # Exit without waiting for the threads of client libraries and of the JVM.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""A real HDFS whose DataNodes are all capped, and what is done to its files beside a measurement.
+"""A real HDFS whose DataNodes have limited rates, and operations on its files between measurements.
 
 Owns the JVM and the rates of the DataNodes. One thread at a time.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from bench.checkpoint.limits import Limiter, Links
+from bench.checkpoint.limits import DataNodeLinks, Limiter
 from bench.checkpoint.placement import Moved
 from bench.machine.tmpfs import tmpfs
 from bench.model import Workspace
@@ -18,13 +18,13 @@ from testbed.hdfs.cluster import MiniHdfs
 from testbed.needs import MissingError
 
 _REQUEST_DEADLINE_S = 30
-# For two JVMs, a mount and a client, with what they cache.
+# Memory of two JVMs, a mount and a client, with their caches.
 _BESIDE_BYTES = 4 * 2**30
 _CONF = {
-    # HDFS's own default.
+    # The default of HDFS.
     "dfs.blocksize": "134217728",
     "dfs.datanode.max.transfer.threads": "512",
-    # Deleted blocks are gone before the next run writes as many again.
+    # Deleted blocks must be gone before the next run writes as many again.
     "dfs.namenode.startup.delay.block.deletion.sec": "0",
     "dfs.block.invalidate.limit": "10000",
     "dfs.permissions.enabled": "false",
@@ -33,10 +33,10 @@ _CONF = {
 
 @contextlib.contextmanager
 def data_folder(workspace: Workspace, size_bytes: int) -> Iterator[tuple[Path, str]]:
-    """Where DataNodes keep up to `size_bytes`, and what that is, for readers of the result.
+    """Yield a folder in which DataNodes keep up to `size_bytes`, and a note on it for the result.
 
-    In memory where there is enough of it: DataNodes sync each block when it ends, and one disk
-    that all of them share would then be what a write waits for, and not their links.
+    The folder is in memory if there is enough: DataNodes sync each block at its end, and on a disk
+    that all of them share, writes would wait for the disk and not for the links.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -49,9 +49,9 @@ def data_folder(workspace: Workspace, size_bytes: int) -> Iterator[tuple[Path, s
 
 
 class CappedHdfs:
-    """One NameNode and `count` DataNodes, limited by `limiter` to `bytes_per_s` each way.
+    """A NameNode and `count` DataNodes, limited to `bytes_per_s` in each direction by `limiter`.
 
-    Neither of them: no limit for ever; nothing can be slowed down or counted then.
+    Without rate and limiter there are no limits and no counts.
     """
 
     def __init__(
@@ -61,29 +61,29 @@ class CappedHdfs:
         bytes_per_s: float | None = None,
         limiter: Limiter | None = None,
     ) -> None:
-        assert (bytes_per_s is None) == (limiter is None), "a rate and who keeps to it"
+        assert (bytes_per_s is None) == (limiter is None), "a rate needs a limiter"
         self.count = count
         self.bytes_per_s = bytes_per_s
         self.rates: list[float | None] = [bytes_per_s] * count
-        apart = limiter is not None and limiter.apart
+        separate_addresses = limiter is not None and limiter.separate_addresses
         self._hdfs = MiniHdfs(
             home,
             datanode_count=count,
             conf=_CONF,
-            apart=apart,
+            separate_addresses=separate_addresses,
             heap="768m",
             is_measured=True,
         )
         self._limiter = limiter
-        self._links: Links | None = None
+        self._links: DataNodeLinks | None = None
         self._stack = contextlib.ExitStack()
         self._client: Any = None
         self.written: dict[str, int] = {}
-        """Sizes of the files that were written, by path."""
+        """Sizes of the written files by path."""
 
     @property
     def url(self) -> str:
-        """hdfs://HOST:PORT."""
+        """URL hdfs://HOST:PORT."""
         return self._hdfs.url
 
     @property
@@ -93,7 +93,7 @@ class CappedHdfs:
 
     @property
     def client(self) -> Any:
-        """An hdfs-native client of this process."""
+        """hdfs-native client of this process."""
         if self._client is None:
             import hdfs_native
 
@@ -101,20 +101,20 @@ class CappedHdfs:
         return self._client
 
     def moved(self) -> Moved:
-        """Bytes over each DataNode's link so far."""
+        """Return the bytes over each DataNode's link so far."""
         if self._links is None:
             return Moved((0,) * self.count, (0,) * self.count)
         return self._links.moved()
 
     def set_rates(self, rates: Sequence[float | None]) -> None:
-        """In bytes/s, from now on."""
+        """Set the DataNodes' rates from now on, in bytes/s; None removes a limit."""
         if self._links is not None:
             self._links.set_rates(rates)
             self.rates = list(rates)
 
     @contextlib.contextmanager
     def at_rates(self, rates: Sequence[float | None]) -> Iterator[None]:
-        """Other rates while the block lasts."""
+        """Set other rates for the length of the block."""
         before = list(self.rates)
         self.set_rates(rates)
         try:
@@ -123,38 +123,38 @@ class CappedHdfs:
             self.set_rates(before)
 
     def uncapped(self) -> contextlib.AbstractContextManager[None]:
-        """No limits while the block lasts."""
+        """Remove all limits for the length of the block."""
         return self.at_rates([None] * self.count)
 
     def empty_folder(self, folder: str) -> None:
-        """`folder` (absolute) exists and is empty."""
+        """Make `folder` (absolute) exist and be empty."""
         self.client.delete(folder, True)
         self.client.mkdirs(folder, 0o755, True)
         for path in [path for path in self.written if path.startswith(folder + "/")]:
             del self.written[path]
 
     def files(self, folder: str) -> list[str]:
-        """All files beneath `folder` (absolute), also hidden ones."""
+        """Return all files below `folder` (absolute), hidden ones included."""
         found: list[str] = []
         for status in self.client.list_status(folder):
             found += self.files(status.path) if status.isdir else [status.path]
         return found
 
     def set_erasure_coding(self, folder: str, policy: str) -> None:
-        """Files written to `folder` from now on are coded. Raises: OSError."""
+        """Code files that are written to `folder` from now on. Raises: OSError."""
         self.client.mkdirs(folder, 0o755, True)
         for path, query in (
             ("/", f"op=ENABLEECPOLICY&ecpolicy={policy}"),
             (folder, f"op=SETECPOLICY&ecpolicy={policy}"),
         ):
             url = f"http://{self._hdfs.http_address}/webhdfs/v1{path}?user.name=hdfs&{query}"
-            # No proxy is asked for an address of this machine.
+            # Without a proxy, for an address of this machine.
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             request = urllib.request.Request(url, method="PUT")
             opener.open(request, timeout=_REQUEST_DEADLINE_S).close()
 
     def __enter__(self) -> Self:
-        """Raises: MissingError when there is no HDFS on this machine."""
+        """Start the servers. Raises: MissingError."""
         try:
             self._hdfs.start()
         except MissingError as error:

@@ -1,4 +1,4 @@
-"""The content of the files that are moved: cheap to make, and every MiB of it names itself."""
+"""Content of the files that are moved: cheap to make, with its position in every MiB."""
 
 import os
 
@@ -7,27 +7,30 @@ _STAMP_BYTES = 8
 
 
 class Content:
-    """Random blocks, all the same but for their number in front. Immutable after creation."""
+    """Blocks of the same random bytes, each with its number in front. Immutable."""
 
     def __init__(self) -> None:
         self._rest = os.urandom(BLOCK_BYTES - _STAMP_BYTES)
 
     def block(self, index: int) -> bytes:
-        """The 1 MiB at `index` MiB."""
+        """Return the block at `index` MiB."""
         return index.to_bytes(_STAMP_BYTES, "little") + self._rest
 
 
 class Check:
-    """Counts what was read, and sees that it is what belongs there."""
+    """Counts the bytes that were read, and checks their positions."""
 
     def __init__(self) -> None:
         self.read_bytes = 0
 
     def feed(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """`data` was read at `offset`. Raises: RuntimeError when it belongs elsewhere."""
+        """Check `data`, which was read at `offset`.
+
+        Raises: RuntimeError if the bytes belong to another offset.
+        """
         self.read_bytes += len(data)
         first = -offset % BLOCK_BYTES
         for start in range(first, len(data) - _STAMP_BYTES + 1, BLOCK_BYTES):
             found = int.from_bytes(data[start : start + _STAMP_BYTES], "little")
             if found != (offset + start) // BLOCK_BYTES:
-                raise RuntimeError(f"at {offset + start} are the bytes of block {found}")
+                raise RuntimeError(f"the bytes of block {found} are at offset {offset + start}")

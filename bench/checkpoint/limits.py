@@ -1,10 +1,10 @@
-"""Limits for the links of DataNodes: the kernel's where it can, else relays.
+"""Limits for the links of DataNodes: by the kernel if possible, else by relays.
 
-The kernel's: the calling thread is put into a network of its own, whose loopback has an HTB class
-for each DataNode and direction (tc-htb(8)), told apart by the DataNode's port. They take next to no
-CPU, while relays copy every byte in Python on the very cores that are measured. Everybody else's
-traffic, such as the NameNode's, passes freely. A DataNode that forwards to another one is to that
-one what a client is, with both. One thread at a time, the one that asked for the limits.
+For the kernel's, the calling thread is put into a network namespace whose loopback has an HTB class
+for each DataNode and direction (tc-htb(8)), told apart by the DataNode's port. HTB uses next to no
+CPU, while relays copy every byte in Python on the cores that are measured. Other traffic, such as
+the NameNode's, is not limited. Traffic between two DataNodes passes the classes of both. One thread
+at a time, the one that asked for the limits.
 """
 
 import contextlib
@@ -16,37 +16,39 @@ from typing import Protocol
 
 from bench.checkpoint.placement import Moved
 from testbed.hdfs.relay import Relays
-from testbed.line import configure, own_network
 from testbed.needs import MissingError
+from testbed.network import own_network, run_network_command
 
-# What an idle link may send at once; relays have the same.
+# Length of the burst that an idle link may send; the same as the relays'.
 _BURST_S = 0.01
-# A class has a rate at all times, since it keeps its count only as long as it is there.
+# An unlimited class has a rate, too: removing the class would lose its count.
 _NO_LIMIT_BYTES_PER_S = 100e9
-# Of one class before it is the next one's turn: a packet of loopback.
+# Bytes of a class before the next one's turn: a packet of loopback.
 _QUANTUM_BYTES = 65536
 _COUNT = re.compile(r"^class htb 1:([0-9a-f]+) .*\n Sent (\d+) bytes", re.MULTILINE)
 
 
-class Links(Protocol):
+class DataNodeLinks(Protocol):
     """Both directions of the links of a cluster's DataNodes."""
 
     def set_rates(self, rates: Sequence[float | None]) -> None:
-        """In bytes/s each way, from now on; None: no limit."""
+        """Set the rates in bytes/s for each direction; None removes a limit."""
 
     def moved(self) -> Moved:
-        """What went over them so far."""
+        """Return the bytes moved so far."""
 
 
 class Limiter(Protocol):
-    """A way of limiting DataNodes."""
+    """Method of limiting DataNodes."""
 
-    apart: bool
-    """Whether DataNodes must listen where clients do not ask, as `MiniHdfs(apart=True)`."""
+    separate_addresses: bool
+    """Whether DataNodes must listen at other addresses than clients use (`MiniHdfs`)."""
     note: str
-    """What it is, for readers of the result."""
+    """Description for readers of the result."""
 
-    def links(self, ports: Sequence[int], bytes_per_s: float) -> AbstractContextManager[Links]:
+    def links(
+        self, ports: Sequence[int], bytes_per_s: float
+    ) -> AbstractContextManager[DataNodeLinks]:
         """Limit the DataNodes that clients reach at these ports, until the block ends.
 
         Raises: MissingError.
@@ -55,44 +57,44 @@ class Limiter(Protocol):
 
 @contextlib.contextmanager
 def limiter() -> Iterator[Limiter]:
-    """The best that this machine allows, until the block ends.
+    """Yield the best limiter that this machine allows.
 
-    What is to be limited is started by the calling thread within the block, whose network may
-    lead nowhere else.
+    Limited servers must be started by the calling thread within the block. Its network may have no
+    way out.
     """
     with contextlib.ExitStack() as stack:
         chosen: Limiter
         try:
             stack.enter_context(own_network())
-            chosen = Classes()
+            chosen = TrafficClasses()
         except MissingError as reason:
             stack.close()
             chosen = _WithRelays(str(reason))
         yield chosen
 
 
-class Classes:
-    """HTB on the loopback of the calling thread's network, for any number of clusters."""
+class TrafficClasses:
+    """Limiter by HTB on the loopback of the calling thread's network."""
 
-    apart = False
+    separate_addresses = False
     note = (
         "each DataNode has an HTB class of the kernel for each direction, on the loopback of a "
         "network of its own; their bytes include TCP's and IP's headers, 0.1 % of packets of 64 KiB"
     )
 
     def __init__(self) -> None:
-        """Raises: MissingError when the kernel lacks HTB or u32."""
+        """Set up HTB. Raises: MissingError if the kernel lacks HTB or u32."""
         self._count = 0
-        # Nothing is lost here. The end of what a link has queued must not be sent a second time
-        # because it is not acknowledged within a few ms, as TCP's tail loss probe would.
+        # Loopback loses nothing, but a link's queue can delay an acknowledgement for some ms. TCP's
+        # tail loss probe would then send the queue's end a second time.
         with contextlib.suppress(OSError):
             Path("/proc/sys/net/ipv4/tcp_early_retrans").write_text("0")
         _tc(["qdisc add dev lo root handle 1: htb default 0"])
-        # Nobody's port: says whether the kernel has all that is needed.
+        # An unused port, to see whether the kernel has everything that is needed.
         self.add("sport", 0, None)
 
     def add(self, end: str, port: int, bytes_per_s: float | None) -> int:
-        """A class for packets with `port` at that end ("sport", "dport"); returns its number."""
+        """Add a class for packets with `port` at that end ("sport", "dport"); return its number."""
         self._count += 1
         name = f"1:{self._count:x}"
         match = f"match ip {end} {port} 0xffff"
@@ -105,8 +107,8 @@ class Classes:
         return self._count
 
     @contextlib.contextmanager
-    def links(self, ports: Sequence[int], bytes_per_s: float) -> Iterator[Links]:
-        """See `Limiter`. The classes end with the network."""
+    def links(self, ports: Sequence[int], bytes_per_s: float) -> Iterator[DataNodeLinks]:
+        """Add classes for the ports (see `Limiter`); they end with the network."""
         yield _ClassLinks(
             [self.add("sport", port, bytes_per_s) for port in ports],
             [self.add("dport", port, bytes_per_s) for port in ports],
@@ -127,7 +129,7 @@ class _ClassLinks:
         )
 
     def moved(self) -> Moved:
-        shown = configure(["tc", "-s", "class", "show", "dev", "lo"])
+        shown = run_network_command(["tc", "-s", "class", "show", "dev", "lo"])
         counts = {int(number, 16): int(count) for number, count in _COUNT.findall(shown)}
         return Moved(
             tuple(counts[number] for number in self._reads),
@@ -136,7 +138,7 @@ class _ClassLinks:
 
 
 class _WithRelays:
-    apart = True
+    separate_addresses = True
 
     def __init__(self, reason: str) -> None:
         self.note = (
@@ -145,7 +147,7 @@ class _WithRelays:
         )
 
     @contextlib.contextmanager
-    def links(self, ports: Sequence[int], bytes_per_s: float) -> Iterator[Links]:
+    def links(self, ports: Sequence[int], bytes_per_s: float) -> Iterator[DataNodeLinks]:
         with Relays(list(ports), bytes_per_s) as relays:
             yield _RelayLinks(relays, len(ports))
 
@@ -167,7 +169,8 @@ class _RelayLinks:
 
 def _class(number: int, bytes_per_s: float | None) -> str:
     rate = int(bytes_per_s or _NO_LIMIT_BYTES_PER_S)
-    # Less than a packet is enough: HTB lets one go when anything is left, and takes its size off.
+    # A burst smaller than a packet is enough: HTB sends a packet if any burst is left, and
+    # subtracts its size.
     burst = max(1, int(rate * _BURST_S))
     return (
         f"dev lo parent 1: classid 1:{number:x} htb rate {rate}bps ceil {rate}bps "
@@ -176,4 +179,4 @@ def _class(number: int, bytes_per_s: float | None) -> str:
 
 
 def _tc(lines: Sequence[str]) -> None:
-    configure(["tc", "-batch", "-"], "\n".join(lines) + "\n")
+    run_network_command(["tc", "-batch", "-"], "\n".join(lines) + "\n")

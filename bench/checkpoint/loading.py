@@ -1,10 +1,10 @@
-"""Loads one checkpoint in a process of its own, and prints what it took, as JSON.
+"""Loads a checkpoint in a process of its own, and prints the time and CPU time as JSON.
 
     PYTHON -m bench.checkpoint.loading ACTION '{"path": ...}'
 
-Runs in the Python of `torch_environment`. Starting, imports and preparing an empty model are not
-measured; opening the file is, and one byte of each page of each tensor is looked at, so that a
-mapped file is loaded too.
+Runs in the Python of `torch_environment`. The start, imports and the preparation of an empty model
+are not measured; opening the file is. One byte of each page of each tensor is read, so that a
+mapped file is loaded, too. Each action returns the function that is measured.
 """
 
 import importlib
@@ -29,7 +29,7 @@ _ELEMENTS_PER_PAGE = 4096 // _ELEMENT_BYTES
 
 
 def shapes(size_bytes: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a language model's tensors: whole layers, at least `size_bytes`. Pure."""
+    """Return names and shapes of a model's tensors: whole layers, at least `size_bytes`. Pure."""
     found: dict[str, tuple[int, ...]] = {}
     total_bytes = 0
     while total_bytes < size_bytes:
@@ -46,7 +46,7 @@ def _torch(name: str = "torch") -> Any:
 
 
 def save(directory: str, size_bytes: int) -> Timed:
-    """The three forms of a checkpoint of bfloat16, in a local folder."""
+    """Save a bfloat16 model in the three formats into a local folder."""
     torch = _torch()
     pattern = torch.randint(1, 2**15, (2**19,), dtype=torch.int16)
     state = {}
@@ -69,7 +69,7 @@ def save(directory: str, size_bytes: int) -> Timed:
 
 
 def _look_at(tensors: Iterable[tuple[str, Any]], size_bytes: int) -> int:
-    """Touch and check all tensors; returns their bytes. Raises: RuntimeError."""
+    """Read and check all tensors; return their bytes. Raises: RuntimeError."""
     torch = _torch()
     numbers = {name: number for number, name in enumerate(shapes(size_bytes))}
     total_bytes = 0
@@ -85,19 +85,19 @@ def _look_at(tensors: Iterable[tuple[str, Any]], size_bytes: int) -> int:
 
 
 def safetensors_load_file(path: str, size_bytes: int) -> Timed:
-    """Maps the file."""
+    """Load safetensors by mapping the file."""
     load_file = _torch("safetensors.torch").load_file
     return lambda: _look_at(load_file(f"{path}/{SAFETENSORS}").items(), size_bytes)
 
 
 def safetensors_load(path: str, size_bytes: int) -> Timed:
-    """Reads the file into memory first."""
+    """Load safetensors from bytes that are read into memory first."""
     load = _torch("safetensors.torch").load
     return lambda: _look_at(load(Path(path, SAFETENSORS).read_bytes()).items(), size_bytes)
 
 
 def safetensors_stream(url: str, path: str, size_bytes: int) -> Timed:
-    """Reads the file into memory first, by one stream of hdfs-native."""
+    """Load safetensors from bytes that one stream of hdfs-native reads into memory first."""
     load = _torch("safetensors.torch").load
     client = importlib.import_module("hdfs_native").Client(url)
 
@@ -110,26 +110,26 @@ def safetensors_stream(url: str, path: str, size_bytes: int) -> Timed:
 
 
 def safetensors_fsspec(url: str, size_bytes: int) -> Timed:
-    """Reads the file into memory first, by our fsspec."""
+    """Load safetensors from bytes that Bootseer's fsspec reads into memory first."""
     load = _torch("safetensors.torch").load
     system, path = _our_fsspec(f"{url}/{SAFETENSORS}")
     return lambda: _look_at(load(system.cat_file(path)).items(), size_bytes)
 
 
 def torch_load(path: str, size_bytes: int) -> Timed:
-    """Reads each tensor."""
+    """Load by torch.load, which reads each tensor."""
     load = _torch().load
     return lambda: _look_at(load(f"{path}/{TORCH}").items(), size_bytes)
 
 
 def torch_load_mmap(path: str, size_bytes: int) -> Timed:
-    """Maps the file."""
+    """Load by torch.load, which maps the file."""
     load = _torch().load
     return lambda: _look_at(load(f"{path}/{TORCH}", mmap=True).items(), size_bytes)
 
 
 def runai(path: str, size_bytes: int) -> Timed:
-    """runai-model-streamer with its defaults, from the file system."""
+    """Load safetensors by runai-model-streamer with its defaults."""
     streamer_class = importlib.import_module("runai_model_streamer").SafetensorsStreamer
 
     def work() -> int:
@@ -141,7 +141,7 @@ def runai(path: str, size_bytes: int) -> Timed:
 
 
 def fastsafetensors(path: str, size_bytes: int) -> Timed:
-    """fastsafetensors without GPUDirect storage, into memory."""
+    """Load safetensors by fastsafetensors without GPUDirect storage."""
     open_file = importlib.import_module("fastsafetensors").fastsafe_open
 
     def work() -> int:
@@ -152,12 +152,12 @@ def fastsafetensors(path: str, size_bytes: int) -> Timed:
 
 
 def dcp(path: str, size_bytes: int) -> Timed:
-    """torch.distributed.checkpoint's FileSystemReader into tensors that exist."""
+    """Load by torch.distributed.checkpoint's FileSystemReader into existing tensors."""
     return _dcp(lambda module: module.FileSystemReader(f"{path}/{DCP}"), size_bytes)
 
 
 def dcp_fsspec(url: str, size_bytes: int) -> Timed:
-    """Its FsspecReader, by our fsspec."""
+    """Load by torch.distributed.checkpoint's FsspecReader and Bootseer's fsspec."""
     _our_fsspec(url)
     reader = importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem").FsspecReader
     return _dcp(lambda module: reader(f"bootseer::{url}/{DCP}"), size_bytes)

@@ -1,7 +1,7 @@
-"""One sample of one client of a capped HDFS, with what every DataNode moved meanwhile.
+"""Samples of one client of a rate-limited HDFS, with the bytes that each DataNode moved.
 
-Owns the way in which clients are started: each in a process of its own, and each mount anew, so
-that nobody finds anything cached.
+Owns the start of clients: each client is a new process, and each mount a new one, so that nothing
+is cached.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 from bench.checkpoint.cluster import CappedHdfs
 from bench.checkpoint.placement import placement_figures
 from bench.model import Sample, Workspace
-from testbed.processes import Server, mounted, python_command, run_json, tree_cpu_s
+from testbed.processes import FuseProcess, mounted, python_command, run_json, tree_cpu_s
 
 DEADLINE_S = 180.0
 _numbers = itertools.count()
@@ -27,22 +27,22 @@ def run_client(
     env: Mapping[str, str] | None = None,
     timeout_s: float = DEADLINE_S,
 ) -> Mapping[str, float]:
-    """What an action of `client` took. Raises: RuntimeError."""
+    """Run an action of `client` and return its figures. Raises: RuntimeError."""
     command = python_command("-m", "bench.checkpoint.client", action, json.dumps(arguments))
     outcome: Mapping[str, float] = run_json(command, timeout_s=timeout_s, env=env)
     return outcome
 
 
 def run_timed(command: list[str], env: Mapping[str, str] | None = None) -> Mapping[str, float]:
-    """What a command took, from its start to its end. Raises: RuntimeError."""
+    """Run a command and return its figures. Raises: RuntimeError."""
     timed = python_command("-m", "bench.containers.timed", *command)
     outcome: Mapping[str, float] = run_json(timed, timeout_s=DEADLINE_S, env=env)
     return outcome
 
 
 @contextlib.contextmanager
-def our_mount(workspace: Workspace, url: str, *flags: str) -> Iterator[Server]:
-    """`bootseer checkpoint mount` of `url`, with nothing in its memory. Raises: MissingError."""
+def our_mount(workspace: Workspace, url: str, *flags: str) -> Iterator[FuseProcess]:
+    """Mount `url` by `bootseer checkpoint mount` until the block ends. Raises: MissingError."""
     mountpoint = workspace.directory / f"mount-{next(_numbers)}"
     run_dir = workspace.directory / f"run-{mountpoint.name}"
     command = python_command("-m", "bootseer", "--run-dir", str(run_dir), "checkpoint", "mount")
@@ -56,19 +56,19 @@ def our_mount(workspace: Workspace, url: str, *flags: str) -> Iterator[Server]:
 
 
 def fresh_mountpoint(workspace: Workspace) -> Path:
-    """A folder that nothing was mounted on before."""
+    """Return a path on which nothing was mounted before."""
     return workspace.directory / f"mount-{next(_numbers)}"
 
 
 def log_of(mountpoint: Path) -> Path:
-    """Where what serves a mount point writes."""
+    """Return the path of the log of the server of a mount point."""
     return mountpoint.with_name(f"{mountpoint.name}.log")
 
 
 def sample(
-    cluster: CappedHdfs, work: Callable[[], Mapping[str, float]], server: Server | None = None
+    cluster: CappedHdfs, work: Callable[[], Mapping[str, float]], server: FuseProcess | None = None
 ) -> Sample:
-    """A sample of `work`, whose outcome is that of a client; CPU of `server` apart."""
+    """Return a sample of `work`, which returns a client's figures; CPU time of `server` apart."""
     server_before_s = tree_cpu_s(server.pid) if server else 0.0
     before = cluster.moved()
     outcome = work()
@@ -85,7 +85,7 @@ def sample(
 
 
 def derive(each: Sample) -> Mapping[str, float]:
-    """Rate, share of what the DataNodes allow, and CPU per GiB."""
+    """Return the rate, the share of the DataNodes' limit, and CPU seconds per GiB."""
     moved_bytes = each.moved_bytes or 0
     derived = {"mb_per_s": moved_bytes / 1e6 / each.wall_s}
     for name in ("allowed", "even"):

@@ -1,7 +1,7 @@
 """Other clients of HDFS: programs of Debian's packages, and libhdfs built for pyarrow.
 
-Owns where they are kept and how they are started. Nothing is installed. libhdfs is in no package
-index as a binary: pydoop's source distribution carries Hadoop's own C source of it.
+Owns their files and command lines. Nothing is installed. No package index has a binary of libhdfs;
+pydoop's source distribution contains Hadoop's C source of it.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from bench.model import Workspace
 from testbed.hdfs.classpath import classpath
 from testbed.needs import MissingError
 from testbed.packages import Packages
-from testbed.processes import Server, mounted
+from testbed.processes import FuseProcess, mounted
 
 _SUITE = "bookworm"
 _PYDOOP = "pydoop==2.0.0"
@@ -28,15 +28,15 @@ _STEP_DEADLINE_S = 240.0
 
 
 def program(workspace: Workspace, package: str, name: str) -> Path:
-    """The program `name` of a Debian package. Raises: MissingError."""
+    """Return the program `name` of a Debian package. Raises: MissingError."""
     packages = Packages(workspace.kept / "packages")
-    folder: Path = once(workspace, package, lambda: packages.unpacked(_SUITE, package))
-    note(workspace, f"{name} is that of Debian {_SUITE}'s package {package} {_version(folder)}")
+    folder: Path = fetch_once(workspace, package, lambda: packages.unpacked(_SUITE, package))
+    add_note(workspace, f"{name} is that of Debian {_SUITE}'s package {package} {_version(folder)}")
     return folder / "usr/bin" / name
 
 
 def _version(folder: Path) -> str:
-    """Of an unpacked package, as its changelog says."""
+    """Return the version of an unpacked package from its changelog."""
     for changelog in folder.glob("usr/share/doc/*/changelog.Debian*.gz"):
         with gzip.open(changelog, "rt", encoding="utf-8") as file:
             found = re.match(r"\S+ \(([^)]+)\)", file.readline())
@@ -45,23 +45,24 @@ def _version(folder: Path) -> str:
     return "of unknown version"
 
 
-def once(workspace: Workspace, name: str, bring: Callable[[], Any]) -> Any:
-    """What `bring` brought from outside when it was first called with this name.
+def fetch_once(workspace: Workspace, name: str, fetch: Callable[[], Any]) -> Any:
+    """Return the result of the first call of `fetch` under this name.
 
-    A case may later be in a network that leads nowhere. Raises: MissingError, the same each time.
+    A case may later be in a network namespace without a way out. Raises: MissingError, the same
+    each time.
     """
-    brought: dict[str, Any] = workspace.shared.setdefault("brought", {})
-    if name not in brought:
+    fetched: dict[str, Any] = workspace.shared.setdefault("fetched", {})
+    if name not in fetched:
         try:
-            brought[name] = bring()
+            fetched[name] = fetch()
         except MissingError as reason:
-            brought[name] = reason
-    if isinstance(brought[name], MissingError):
-        raise brought[name]
-    return brought[name]
+            fetched[name] = reason
+    if isinstance(fetched[name], MissingError):
+        raise fetched[name]
+    return fetched[name]
 
 
-def note(workspace: Workspace, line: str) -> None:
+def add_note(workspace: Workspace, line: str) -> None:
     """Add a line to the case's notes, once."""
     notes: list[str] = workspace.shared.setdefault("notes", [])
     if line not in notes:
@@ -69,15 +70,15 @@ def note(workspace: Workspace, line: str) -> None:
 
 
 def rclone_remote(address: str, path: str) -> str:
-    """How rclone names a file or folder of an HDFS."""
+    """Return rclone's name of a file or folder of an HDFS."""
     return f":hdfs,namenode='{address}',username=hdfs:{path}"
 
 
 @contextlib.contextmanager
 def rclone_mount(
     rclone: Path, address: str, folder: str, mountpoint: Path, log: Path
-) -> Iterator[Server]:
-    """`folder` mounted by rclone with its defaults. Raises: MissingError."""
+) -> Iterator[FuseProcess]:
+    """Mount `folder` by rclone with its defaults until the block ends. Raises: MissingError."""
     command = [str(rclone), "mount", "--config", "/dev/null"]
     command += [rclone_remote(address, folder), str(mountpoint)]
     with mounted(command, mountpoint, log) as server:
@@ -85,9 +86,14 @@ def rclone_mount(
 
 
 def libhdfs_environment(workspace: Workspace) -> dict[str, str]:
-    """What pyarrow needs to find libhdfs, the JVM and Hadoop's jars. Raises: MissingError."""
-    folder: Path = once(workspace, "libhdfs", lambda: _libhdfs(workspace.kept))
-    note(workspace, f"libhdfs is built from the source in {_PYDOOP}, with the cluster's own jars")
+    """Return the variables by which pyarrow finds libhdfs, the JVM and Hadoop's jars.
+
+    Raises: MissingError.
+    """
+    folder: Path = fetch_once(workspace, "libhdfs", lambda: _libhdfs(workspace.kept))
+    add_note(
+        workspace, f"libhdfs is built from the source in {_PYDOOP}, with the cluster's own jars"
+    )
     return {
         "ARROW_LIBHDFS_DIR": str(folder),
         "CLASSPATH": ":".join(map(str, classpath())),
@@ -96,7 +102,7 @@ def libhdfs_environment(workspace: Workspace) -> dict[str, str]:
 
 
 def _libhdfs(kept: Path) -> Path:
-    """The folder with libhdfs. Raises: MissingError."""
+    """Return the folder with libhdfs, built unless it is kept. Raises: MissingError."""
     folder = kept / "libhdfs"
     if not (folder / "libhdfs.so").exists():
         work = kept / "libhdfs-work"
@@ -121,7 +127,7 @@ def _java_home() -> Path:
 def _build_libhdfs(work: Path) -> None:
     if shutil.which("gcc") is None:
         raise MissingError("libhdfs is built with gcc, and there is none")
-    # Its setup.py, which pip asks for its needs, is of a time when setuptools had pkg_resources.
+    # pip runs its setup.py, which needs pkg_resources of an old setuptools.
     (work / "constraints.txt").write_text("setuptools<60\n")
     _run(
         [

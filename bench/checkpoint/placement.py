@@ -1,4 +1,4 @@
-"""How fast the DataNodes could have been, from what each of them moved. Pure (no I/O)."""
+"""Lower limits of a transfer's time, from the bytes of each DataNode. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Bytes over each DataNode's link: what it sent, and what it was sent."""
+    """Bytes over each DataNode's link: sent by the DataNode, and received by it."""
 
     read_bytes: tuple[int, ...]
     written_bytes: tuple[int, ...]
 
     def __sub__(self, before: "Moved") -> "Moved":
-        """What was moved since `before`."""
+        """Return the bytes moved since `before`."""
         return Moved(
             tuple(now - then for now, then in zip(self.read_bytes, before.read_bytes, strict=True)),
             tuple(
@@ -23,14 +23,14 @@ class Moved:
 
     @property
     def per_datanode(self) -> tuple[int, ...]:
-        """Both directions together."""
+        """Bytes of each DataNode in both directions together."""
         return tuple(map(sum, zip(self.read_bytes, self.written_bytes, strict=True)))
 
 
 def allowed_s(moved: Moved, rates: Sequence[float | None]) -> float:
-    """How long the busiest link needs for its bytes: nobody can be faster with this placement.
+    """Return the time that the busiest link needs: no client can be faster with this placement.
 
-    `rates` in bytes/s, one per DataNode and for each direction; None: no limit.
+    `rates` are in bytes/s, one for each DataNode, for each direction; None: no limit.
     """
     return max(
         (
@@ -44,14 +44,14 @@ def allowed_s(moved: Moved, rates: Sequence[float | None]) -> float:
 
 
 def even_s(moved: Moved, rates: Sequence[float | None]) -> float:
-    """How long the same bytes would take, spread over all DataNodes by their rates."""
+    """Return the time for the same bytes if they were spread over all DataNodes by their rates."""
     total = sum(rate for rate in rates if rate is not None)
     busier = max(sum(moved.read_bytes), sum(moved.written_bytes))
     return busier / total if total else 0.0
 
 
 def placement_figures(moved: Moved, rates: Sequence[float | None]) -> Mapping[str, float]:
-    """What a sample says about the DataNodes."""
+    """Return the figures of a sample that describe the DataNodes."""
     each = moved.per_datanode
     figures = {
         "allowed_s": allowed_s(moved, rates),

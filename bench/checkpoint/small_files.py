@@ -1,8 +1,9 @@
-"""Writes, overwrites and reads many small files of a folder, and prints what it took, as JSON.
+"""Writes, overwrites and reads many small files of a folder, and prints the times as JSON.
 
     python -m bench.checkpoint.small_files FOLDER COUNT SIZE_BYTES
 
-Each file is opened, written or read whole, and closed; what is read is compared. Nothing is synced.
+Each file is opened, written or read whole, and closed; the bytes read are compared. Nothing is
+synced.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""A Python environment with torch and the loaders that are compared, built once and kept.
+"""A Python environment with torch and the compared loaders, built once and kept.
 
-Owns its packages and their versions. Loaders that cannot be installed leave the others alone.
+Owns its packages and their versions. A loader that cannot be installed does not affect the others.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _STEP_DEADLINE_S = 900.0
 
 
 class TorchEnvironment:
-    """A virtual environment beneath `kept`."""
+    """Virtual environment below `kept`."""
 
     def __init__(self, kept: Path) -> None:
         name = hashlib.sha256(" ".join(BASE).encode()).hexdigest()[:12]
@@ -32,11 +32,11 @@ class TorchEnvironment:
 
     @property
     def python(self) -> str:
-        """Its interpreter."""
+        """Path of the environment's interpreter."""
         return str(self.folder / "bin/python")
 
     def build(self) -> None:
-        """Make it, unless it is there. Raises: MissingError."""
+        """Make the environment unless it exists. Raises: MissingError."""
         if self.folder.exists():
             return
         partial = self.folder.with_name(f"{self.folder.name}.partial")
@@ -48,7 +48,7 @@ class TorchEnvironment:
         partial.rename(self.folder)
 
     def add(self, requirement: str) -> None:
-        """Install a loader, unless it is there. Raises: MissingError with pip's last words."""
+        """Install a loader unless it is installed. Raises: MissingError with pip's last line."""
         marker = self.folder / f"{requirement}.installed"
         if not marker.exists():
             _run([self.python, "-m", "pip", "install", "--quiet", requirement])
@@ -57,9 +57,9 @@ class TorchEnvironment:
     def run(
         self, action: str, arguments: Mapping[str, Any], *, ours: bool, timeout_s: float
     ) -> Mapping[str, float]:
-        """What an action of `loading` took; with `ours`, Bootseer's own packages are there too.
+        """Run an action of `loading` and return its figures. Raises: RuntimeError.
 
-        Raises: RuntimeError.
+        With `ours`, Bootseer's packages can be imported, too.
         """
         command = [self.python, "-m", "bench.checkpoint.loading", action, json.dumps(arguments)]
         env = {"PYTHONPATH": sysconfig.get_paths()["purelib"]} if ours else {}

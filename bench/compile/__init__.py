@@ -1,1 +1,1 @@
-"""What the case `compile` starts: one program, whose first step waits for a compiler."""
+"""Program of the case `compile`, whose first step waits for a compiler."""

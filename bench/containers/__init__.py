@@ -1,1 +1,1 @@
-"""What the image cases share: an image, a registry behind a shaped line, cold nodes, and peers."""
+"""Parts of the image cases: an image, a registry behind a limited loopback, nodes, and peers."""

@@ -1,4 +1,4 @@
-"""Images to index: the torch image compressed otherwise, and synthetic ones of any size."""
+"""Images to index: the torch image with another compression, and synthetic ones of any size."""
 
 import gzip
 import random
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import zstandard
 
-from testbed.images.layout import Layer, LayerWriter, Layout
+from testbed.images.layout import LayerWriter, OciLayout, StoredLayer
 
 _PIECE_BYTES = 2**20
 _ZSTD_LEVEL = 3  # the default of zstd, and of BuildKit
@@ -17,9 +17,9 @@ _RANDOM_BYTES = 2**17
 _VARIANT_COUNT = 16
 
 
-def as_zstd(source: Layout, layers: list[Layer], folder: Path) -> Layout:
-    """A layout in `folder` with the same layers as zstd, tagged `v1`."""
-    target = Layout(folder)
+def as_zstd(source: OciLayout, layers: list[StoredLayer], folder: Path) -> OciLayout:
+    """Write a layout in `folder` with the same layers as zstd, tagged `v1`."""
+    target = OciLayout(folder)
     target.create()
     copies = [target.add_layer(_zstd(source.blob(layer.digest)), "zstd") for layer in layers]
     target.write_index({"v1": copies})
@@ -37,13 +37,14 @@ def _zstd(blob: Path) -> Callable[[LayerWriter], None]:
     return fill
 
 
-def synthetic(folder: Path, size_bytes: int) -> Layout:
-    """A layout in `folder` with one gzip layer of `size_bytes` in files of 1 MiB, tagged `v1`.
+def synthetic(folder: Path, size_bytes: int) -> OciLayout:
+    """Write a layout in `folder` with one gzip layer of `size_bytes`, tagged `v1`.
 
-    An eighth of each file is random. There are few different files, each compressed once as a
-    member of gzip by itself, so that making the image takes little more than hashing it.
+    The layer has files of 1 MiB. An eighth of each file is random. There are few different files,
+    each compressed once as a gzip member, so that making the image takes little longer than hashing
+    it.
     """
-    target = Layout(folder)
+    target = OciLayout(folder)
     target.create()
 
     def fill(writer: LayerWriter) -> None:

@@ -1,4 +1,4 @@
-"""One start of one peer on a node that has never seen the image."""
+"""Starts of one peer on nodes that have never used the image."""
 
 import contextlib
 import time
@@ -14,7 +14,10 @@ START_DEADLINE_S = 300.0
 
 @contextlib.contextmanager
 def session(site: PeersSite, peer: Peer) -> Iterator[TakeSample]:
-    """Prepares the peer once; each sample is a start on a new node. Raises: MissingError."""
+    """Prepare the peer once, and yield a function that starts it on a new node.
+
+    Raises: MissingError.
+    """
     if peer.name in site.missing:
         raise MissingError(f"not available: {site.missing[peer.name]}")
     site.line.set_rate(None)
@@ -26,10 +29,10 @@ def session(site: PeersSite, peer: Peer) -> Iterator[TakeSample]:
 
 
 def take(site: PeersSite, peer: Peer) -> Sample:
-    """From the command to its end. Bytes are all that crossed the line until then; CPU is that of
-    the node: of the client, its daemons and the container.
+    """Measure one start from the command to its end.
 
-    Raises: RuntimeError when anything fails or prints something else than it should.
+    Bytes are all that crossed the loopback meanwhile; CPU is the node's: of client, daemons and
+    container. Raises: RuntimeError if anything fails or the output is not the expected one.
     """
     site.line.set_rate(None)
     with site.node(peer.name.replace(" ", "-")) as node:
@@ -47,7 +50,9 @@ def take(site: PeersSite, peer: Peer) -> Sample:
         moved_bytes = site.line.received_bytes() - before_bytes
         words = output.split()
         if not words or set(words) != {site.workload.output}:
-            raise RuntimeError(f"it printed {output[-200:]!r} instead of {site.workload.output!r}")
+            raise RuntimeError(
+                f"{peer.name} printed {output[-200:]!r} instead of {site.workload.output!r}"
+            )
         site.line.set_rate(None)
         figures = peer.settle(site, node)
     return Sample(wall_s, {"node": cpu_s}, moved_bytes, figures)

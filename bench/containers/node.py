@@ -1,8 +1,8 @@
-"""A node that has never seen the image: process and mount namespaces of its own, and a folder.
+"""A node that has never used the image: its own process and mount namespaces, and a folder.
 
-Owns what runs there. Ending the node kills all of it with the first process of its namespace,
-which takes the mounts with it; so does the end of the benchmark, also when that is killed, so no
-daemon outlives it. Needs root.
+Owns the node's processes. Ending the node kills all of them with the namespace's first process,
+which ends the mounts, too. The end of the benchmark, also by a signal, does the same, so no daemon
+is left. Needs root.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from types import TracebackType
 from typing import Self
 
 from testbed.needs import MissingError
-from testbed.processes import ending_with_us, process_tree, tree_cpu_s
+from testbed.processes import killed_with_parent, process_tree, tree_cpu_s
+from testbed.waiting import wait_started
 
-_START_DEADLINE_S = 60.0
-# Process 1 of the node: gives it folders for the state of programs, then waits for whatever
-# becomes its child, so that its CPU time is counted.
+# Process 1 of the node: mounts folders for the state of programs, then reaps orphans, so that their
+# CPU time is counted.
 _INIT = """
 import os, subprocess, sys, time
 subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)
@@ -38,11 +38,11 @@ while True:
 """
 CGROUP = "bootseer-bench"
 HOST = "registry.bench"
-"""Another name of 127.0.0.1 on every node, for programs that treat that one in a way of its own."""
+"""Name of 127.0.0.1 on every node, for programs that treat that address in a special way."""
 
 
 class EmptyNode:
-    """Starts when entered; `folder` is its disk, empty at first and removed at the end."""
+    """Node that starts when entered; its disk is `folder`, which is empty at first."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class EmptyNode:
         init = [sys.executable, "-S", "-c", _INIT, str(state), str(hosts)]
         with (self.folder / "init.log").open("wb") as log:
             self._root = subprocess.Popen(
-                ending_with_us([*new, *init]),
+                killed_with_parent([*new, *init]),
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
@@ -79,7 +79,7 @@ class EmptyNode:
         trace: TracebackType | None,
     ) -> None:
         if self._init_pid:
-            # Its end is that of all in the namespace; only then does its parent see it.
+            # Its end kills everything in the namespace; only then does its parent see its end.
             os.kill(self._init_pid, signal.SIGKILL)
         else:
             self._root.kill()
@@ -99,7 +99,10 @@ class EmptyNode:
         timeout_s: float,
         env: Mapping[str, str] | None = None,
     ) -> str:
-        """What the command prints. Raises: RuntimeError when it fails or takes too long."""
+        """Run a command and return its output.
+
+        Raises: RuntimeError if it fails or takes too long.
+        """
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         try:
             done = subprocess.run(
@@ -123,9 +126,9 @@ class EmptyNode:
         is_ready: Callable[[], bool],
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Run a daemon until the node ends; returns when it is ready.
+        """Run a daemon until the node ends; return when it is ready.
 
-        Raises: RuntimeError with its last words when it is not.
+        Raises: RuntimeError with the end of its log if it does not become ready.
         """
         log = self.folder / f"{Path(command[0]).name}.log"
         with log.open("ab") as sink:
@@ -134,27 +137,27 @@ class EmptyNode:
                 stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True,
             )  # fmt: skip
         self._daemons.append(daemon)
-        deadline_s = time.monotonic() + _START_DEADLINE_S
-        while not is_ready():
-            if daemon.poll() is not None or time.monotonic() > deadline_s:
-                words = log.read_text(errors="replace").strip()[-1000:]
-                raise RuntimeError(f"{command[0]} did not start: {words}")
-            time.sleep(0.05)
+        wait_started(
+            daemon,
+            is_ready,
+            lambda: f"{command[0]}: {log.read_text(errors='replace').strip()[-1000:]}",
+            error=RuntimeError,
+        )
 
     def succeeds(self, command: Sequence[str]) -> bool:
-        """Whether a short command does."""
+        """Return whether a short command succeeds."""
         with contextlib.suppress(RuntimeError):
             self.run(command, timeout_s=10.0)
             return True
         return False
 
     def pids(self) -> list[int]:
-        """What lives here now, and those outside who hold it."""
+        """Return the ids of the node's processes and of their parents outside."""
         roots = [self._root.pid, *(daemon.pid for daemon in self._daemons)]
         return [pid for root in roots for pid in process_tree(root)]
 
     def cpu_s(self) -> float:
-        """CPU seconds of all that ran or runs here."""
+        """Return the CPU seconds of all processes that ran or run on the node."""
         living = [self._root.pid, *(daemon.pid for daemon in self._daemons)]
         return self._commands_cpu_s + sum(tree_cpu_s(pid) for pid in living)
 
@@ -164,7 +167,7 @@ class EmptyNode:
 
 
 def _remove(folder: Path) -> None:
-    """Mounts of a namespace that has just ended may take a moment to go."""
+    """Remove a folder; mounts of a namespace that has just ended may take a moment to go."""
     for _ in range(50):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -173,7 +176,7 @@ def _remove(folder: Path) -> None:
 
 
 def remove_cgroups() -> None:
-    """The empty groups of containers that were killed."""
+    """Remove the empty groups of containers that were killed."""
     for top in Path("/sys/fs/cgroup").glob(f"{CGROUP}*"):
         _remove_group(top)
     for top in Path("/sys/fs/cgroup").glob(f"*/{CGROUP}*"):

@@ -1,6 +1,6 @@
-"""Site of the image cases: the image in a registry on the far side of the line.
+"""Site of the image cases: the image in a registry behind a limited loopback.
 
-A peer gets the site, and says how it starts and what it then runs.
+A `Peer` gets the site, and returns the commands of its start.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ from bench.model import Workspace
 from bench.site import FarSide, far_side, listening
 from testbed.images.torch_image import TAGS
 from testbed.images.workloads import Workload
-from testbed.line import Line
 from testbed.needs import MissingError, require
+from testbed.network import ShapedLoopback
 from testbed.packages import Packages
 
-# Alone in a network of its own, so nobody else has them. The second one speaks TLS, for clients
-# that insist on it; nodes know it by name.
+# Fixed ports, since the network namespace has no other servers. The second one uses TLS, for
+# clients that insist on it; nodes know it by name.
 _PORT, _SECURE_PORT = 5000, 5001
 _COMMAND_DEADLINE_S = 300.0
-# The image twice, as eStargz, and packed in the store.
+# Room for the image twice, as eStargz, and packed in the store.
 _FAR_SIDE_BYTES = 3 * 2**30
 _REGISTRY_CONFIG = """version: 0.1
 log: {{level: error, accesslog: {{disabled: true}}}}
@@ -35,7 +35,7 @@ _TLS = ", tls: {{certificate: {certificate}, key: {key}}}"
 
 @dataclass(slots=True)
 class PeersSite:
-    """All that peers share."""
+    """Folders, registry and store that the peers share."""
 
     directory: Path
     packages: Packages
@@ -44,7 +44,7 @@ class PeersSite:
     workload: Workload
     rate_mbit: int
     missing: Mapping[str, str]
-    """By peer: why a package that it needs cannot be had."""
+    """Reasons why a package of a peer cannot be fetched, by peer."""
 
     registry = f"127.0.0.1:{_PORT}"
     secure_registry = f"{HOST}:{_SECURE_PORT}"
@@ -52,17 +52,17 @@ class PeersSite:
     def reference(
         self, tag: str = TAGS[0], *, secure: bool = False, repository: str = "bench/torch"
     ) -> str:
-        """The image's name in the registry."""
+        """Return the image's name in the registry."""
         return f"{self.secure_registry if secure else self.registry}/{repository}:{tag}"
 
     @property
     def certificate(self) -> Path:
-        """What clients of the secure registry trust."""
+        """Certificate that clients of the secure registry trust."""
         return self.directory / "registry.crt"
 
     @property
-    def line(self) -> Line:
-        """Line between the nodes and the registry and store."""
+    def line(self) -> ShapedLoopback:
+        """Loopback between the nodes and the registry and store."""
         return self.far.line
 
     @property
@@ -71,34 +71,35 @@ class PeersSite:
         return self.far.store_url
 
     def once(self, name: str, prepare: Callable[[], None]) -> None:
-        """Put something into registry or store if nothing was prepared under this name."""
+        """Call `prepare` unless it was called under this name before."""
         self.far.once(name, prepare)
 
     def node(self, name: str) -> EmptyNode:
-        """A new node, to be entered."""
+        """Return a new node, to be entered."""
         return EmptyNode(self.directory / f"node-{name}")
 
 
 class Peer(Protocol):
-    """One way of starting a container of an image that lies in a registry."""
+    """Way of starting a container of an image in a registry."""
 
     name: str
     description: str
 
     def fetch(self, packages: Packages) -> None:
-        """Have what comes from outside, which later cannot be reached. Raises: MissingError."""
+        """Fetch what comes from outside, which cannot be reached later. Raises: MissingError."""
 
     def prepare(self, site: PeersSite) -> None:
-        """What is done once and not timed, as to index. Raises: MissingError, RuntimeError."""
+        """Make what all starts need, such as an index; not timed. Raises: MissingError,
+        RuntimeError."""
 
     def start(self, site: PeersSite, node: EmptyNode) -> None:
-        """Start the daemons that a node has running before anyone asks for the image."""
+        """Start the daemons that a node runs before the image is asked for."""
 
     def launch(self, site: PeersSite, node: EmptyNode) -> list[str]:
-        """The command that gets the image and runs the workload, which is timed."""
+        """Return the timed command, which gets the image and runs the workload."""
 
     def settle(self, site: PeersSite, node: EmptyNode) -> dict[str, float]:
-        """After the timed command: wait for what goes on behind it. Further figures."""
+        """Wait for work behind the timed command; return further figures."""
 
 
 @contextlib.contextmanager
@@ -109,9 +110,9 @@ def open_site(
     rate_mbit: int,
     peers: Sequence[Peer],
 ) -> Iterator[PeersSite]:
-    """A registry with the images of `layout`, and an empty store. Raises: MissingError."""
+    """Yield a site with the images of `layout` and an empty store. Raises: MissingError."""
     require("root", programs=("openssl", "skopeo", "nsenter", "setpriv", "unshare", "runc"))
-    # All that comes from outside comes now: the network of its own leads nowhere.
+    # Everything from outside is fetched now, since the network namespace has no way out.
     packages = Packages(workspace.kept / "packages")
     missing = {}
     for peer in peers:
@@ -137,7 +138,7 @@ def open_site(
 
 
 def _make_certificate(certificate: Path) -> Path:
-    """Write one for the secure registry that vouches for itself; returns its key."""
+    """Write a self-signed certificate for the secure registry; return its key's path."""
     key = certificate.with_suffix(".key")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-days", "2", "-subj", f"/CN={HOST}"]
@@ -147,7 +148,10 @@ def _make_certificate(certificate: Path) -> Path:
 
 
 def copy_image(source: str, target: str) -> None:
-    """As skopeo names them, byte for byte. Raises: MissingError."""
+    """Copy an image between two places as skopeo names them, byte for byte.
+
+    Raises: MissingError.
+    """
     options = ["--quiet", "--src-tls-verify=false", "--dest-tls-verify=false"]
     _run(["skopeo", "copy", *options, source, target], "copy the image")
 

@@ -1,7 +1,7 @@
-"""Runs a command and prints what it took, as JSON: `python -m bench.containers.timed COMMAND...`
+"""Runs a command and prints its costs as JSON: `python -m bench.containers.timed COMMAND...`
 
-A process of its own, since the kernel gives the peak memory of children only as the most that any
-of them ever had.
+A process of its own, since the kernel tells the peak memory of children only as the maximum over
+all of them.
 """
 
 import json
@@ -12,7 +12,7 @@ import time
 
 
 def main() -> None:
-    """The command's output goes to standard error; its exit code is ours."""
+    """Run the command with its output on stderr; exit with its exit code."""
     started_s = time.monotonic()
     code = subprocess.run(sys.argv[1:], stdout=sys.stderr, check=False).returncode
     wall_s = time.monotonic() - started_s

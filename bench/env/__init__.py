@@ -1,1 +1,1 @@
-"""What the environment cases share: an environment, ways of putting it in place, a store."""
+"""Parts of the environment cases: an environment, ways of restoring it, and a store."""

@@ -1,4 +1,4 @@
-"""The C floor of an extraction: compiles it, and writes the plan that it carries out."""
+"""The C program that is the lower limit of an extraction's time, and the plan it carries out."""
 
 import shutil
 import stat
@@ -55,7 +55,7 @@ class _Heap:
 @dataclass(frozen=True, slots=True)
 class _Piece:
     number: int
-    """Of the inode."""
+    """Number of the inode."""
     directory: int
     name: int
     is_part: bool
@@ -65,9 +65,9 @@ class _Piece:
 
 
 def write_plan(tree: Tree, target: Path) -> None:
-    """The plan for a tree of one blob whose files have one extent each and one name.
+    """Write the plan for a tree of one blob whose files have one extent and one name each.
 
-    Raises: MissingError for any other.
+    Raises: MissingError for any other tree.
     """
     heap = _Heap()
     folders = {0: 0}
@@ -125,7 +125,7 @@ def write_plan(tree: Tree, target: Path) -> None:
 
 
 def _parts(piece: _Piece, starts: list[int]) -> Iterator[_Piece]:
-    """A large piece in several, cut where a frame begins."""
+    """Cut a large piece into several, each beginning with a frame."""
     if not piece.is_part:
         yield piece
         return
@@ -139,7 +139,7 @@ def _parts(piece: _Piece, starts: list[int]) -> Iterator[_Piece]:
 
 
 def _tasks(pieces: list[_Piece], starts: list[int]) -> Iterator[tuple[int, int, list[_Piece]]]:
-    """(first frame, number of frames, pieces): what one thread does in one go."""
+    """Yield (first frame, number of frames, pieces) for each task of a thread."""
     members: list[_Piece] = []
     for piece in pieces:
         if members and (

@@ -1,4 +1,4 @@
-"""One way on a cold node, or on several at once: until the import has finished."""
+"""Measures ways of restoring on cold nodes, until the import has finished."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,16 +8,17 @@ from pathlib import Path
 
 from bench.containers.node import EmptyNode
 from bench.env.site import RATE_MBIT, EnvironmentSite
-from bench.env.ways import DEADLINE_S, IMPORT, Way
+from bench.env.ways import DEADLINE_S, IMPORT, RestoreMethod
 from bench.machine.page_cache import evict_everything
 from bench.model import Sample
 
 _TICKS_PER_S = 100
 
 
-def take(site: EnvironmentSite, way: Way) -> Sample:
-    """The restore and then the import, both timed. Bytes are all that crossed the line by then;
-    CPU is the node's. Raises: RuntimeError.
+def take(site: EnvironmentSite, way: RestoreMethod) -> Sample:
+    """Measure the restore and then the import on one node.
+
+    Bytes are all that crossed the loopback by then; CPU is the node's. Raises: RuntimeError.
     """
     site.line.set_rate(None)
     with site.node(way.name.replace(" ", "-"), way.tree(site)) as node:
@@ -45,8 +46,9 @@ def take(site: EnvironmentSite, way: Way) -> Sample:
 def take_many(
     site: EnvironmentSite, commands_of: Callable[[EmptyNode], Sequence[Sequence[str]]], count: int
 ) -> Sample:
-    """Commands, one after the other, on `count` nodes at once, until the last node is through. CPU
-    is the whole machine's, the store's included. Raises: RuntimeError.
+    """Run commands, one after the other, on `count` nodes at once until the last node is through.
+
+    CPU is the whole machine's, the store's included. Raises: RuntimeError.
     """
     site.line.set_rate(None)
     with ExitStack() as stack:
@@ -70,12 +72,15 @@ def take_many(
 
 
 def run_timed(node: EmptyNode, command: Sequence[str], output: str = "") -> float:
-    """Seconds. Raises: RuntimeError when it prints something else than `output`, if given."""
+    """Run a command and return its seconds.
+
+    Raises: RuntimeError if `output` is given and the command prints something else.
+    """
     started_s = time.monotonic()
     printed = node.run(command, timeout_s=DEADLINE_S)
     wall_s = time.monotonic() - started_s
     if output and printed.strip() != output:
-        raise RuntimeError(f"it printed {printed[-200:]!r} instead of {output!r}")
+        raise RuntimeError(f"{command[0]} printed {printed[-200:]!r} instead of {output!r}")
     return wall_s
 
 
@@ -86,6 +91,7 @@ def _make_cold(site: EnvironmentSite) -> None:
 
 
 def _machine_cpu_s() -> float:
-    # user, nice, system; idle, iowait and what is counted twice are left out (proc_stat(5)).
+    # Fields user, nice and system, without idle, iowait and times that are counted twice
+    # (proc_stat(5)).
     fields = Path("/proc/stat").read_text().partition("\n")[0].split()
     return sum(int(field) for field in (*fields[1:4], *fields[6:8])) / _TICKS_PER_S

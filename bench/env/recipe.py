@@ -1,7 +1,7 @@
 """The environment of the cases, made once and kept: its wheels, its tree, and archives of it.
 
-A virtual environment knows its path, so it is made at the path where nodes have it: the kept tree
-is what a node has there while it is made. Needs root, pip, uv and the packages' index.
+A virtual environment contains its path, so it is made at the path that it has on nodes: on a node.
+Needs root, pip, uv and the packages' index.
 """
 
 import contextlib
@@ -28,55 +28,57 @@ REQUIREMENTS = (
 )
 IMPORTS = "import torch, transformers; print('ok')"
 PLACE = Path("/srv")
-"""A directory that every Debian has and none uses: on each node its own folder, so that files can
-be hard-linked between those below it."""
+"""Folder that every Debian has and no program uses; each node mounts its own folder there.
+
+One mount for all folders below it, so that files can be hard-linked between them.
+"""
 ENVIRONMENT, CACHE, UV_CACHE = PLACE / "env", PLACE / "cache", PLACE / "uv-cache"
 SNAPSHOT = "bench-env"
 PYTHON = str(Path(sys.base_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}"))
-# The last word changes when what is done with the others does.
+# Change the last word when the steps of `_make` change.
 _RECIPE = (*REQUIREMENTS, sys.version.split()[0], "1")
 _STEP_DEADLINE_S = 1200.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What is kept beneath `folder`."""
+class KeptEnvironment:
+    """Files that are kept below `folder`."""
 
     folder: Path
 
     @property
     def wheels(self) -> Path:
-        """All that the environment consists of, as its index has it."""
+        """Wheels of the environment, as downloaded."""
         return self.folder / "wheels"
 
     @property
     def requirements(self) -> Path:
-        """For pip and uv."""
+        """Requirements file for pip and uv."""
         return self.folder / "requirements.txt"
 
     @property
     def tree(self) -> Path:
-        """The environment, on this disk."""
+        """The environment's files."""
         return self.folder / "tree"
 
     @property
     def tar(self) -> Path:
-        """As `zstd` makes it by itself."""
+        """Archive made by tar and zstd."""
         return self.folder / "env.tar.zst"
 
     @property
     def packed(self) -> Path:
-        """As `venv-pack` makes it."""
+        """Archive made by `venv-pack`."""
         return self.folder / "env.tar.gz"
 
     @property
     def store(self) -> Path:
-        """A store with the snapshot."""
+        """Store with the snapshot."""
         return self.folder / "store"
 
 
 def uv() -> str:
-    """The program. Raises: MissingError."""
+    """Return the path of uv. Raises: MissingError."""
     try:
         from uv import find_uv_bin
     except ImportError as error:
@@ -86,7 +88,7 @@ def uv() -> str:
 
 @contextlib.contextmanager
 def node_at(folder: Path, tree: Path | None = None) -> Iterator[EmptyNode]:
-    """A new node, whose folder is PLACE there; `tree` is its environment, if given."""
+    """Yield a new node, whose folder is PLACE there; `tree` is its environment, if given."""
     with EmptyNode(folder) as node:
         node.run(["mount", "--bind", str(folder), str(PLACE)], timeout_s=20.0)
         if tree is not None:
@@ -95,8 +97,8 @@ def node_at(folder: Path, tree: Path | None = None) -> Iterator[EmptyNode]:
         yield node
 
 
-def environment(kept: Path, say: Callable[[str], None]) -> Kept:
-    """Made if `kept` has none of this recipe. Raises: MissingError."""
+def environment(kept: Path, say: Callable[[str], None]) -> KeptEnvironment:
+    """Return the environment, made if `kept` has none of this recipe. Raises: MissingError."""
     identity = hashlib.sha256("\n".join(_RECIPE).encode()).hexdigest()[:16]
     folder = kept / f"env-{identity}"
     if not folder.is_dir():
@@ -104,14 +106,14 @@ def environment(kept: Path, say: Callable[[str], None]) -> Kept:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            _make(Kept(partial), say)
+            _make(KeptEnvironment(partial), say)
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    return Kept(folder)
+    return KeptEnvironment(folder)
 
 
-def _make(kept: Kept, say: Callable[[str], None]) -> None:
+def _make(kept: KeptEnvironment, say: Callable[[str], None]) -> None:
     say("environment: wheels")
     kept.requirements.write_text("\n".join(REQUIREMENTS) + "\n")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -143,7 +145,7 @@ def _make(kept: Kept, say: Callable[[str], None]) -> None:
 
 
 def uv_install(links: Path | str, requirements: Path) -> str:
-    """A line of shell that makes the environment; further options of the installer may follow."""
+    """Return a line of shell that makes the environment; options of the installer may follow."""
     common = f"--quiet --no-config --cache-dir {UV_CACHE}"
     return (
         f"{uv()} venv {common} --offline --python {PYTHON} {ENVIRONMENT} && "

@@ -1,7 +1,7 @@
-"""Site of the environment cases: archives on the node, a store and wheels behind the line.
+"""Site of the environment cases: archives on the node, a store and wheels behind the loopback.
 
-All of it lies in memory, so that dropping the page cache makes nodes cold and not their sources:
-in `near` what is on a node already; on the far side a store (HDFS) and wheels (HTTP).
+Everything lies in memory, so that dropping the page cache makes nodes cold and not their sources:
+`near` holds the node's own files; on the far side are a store (HDFS) and wheels (HTTP).
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.containers.node import EmptyNode
-from bench.env.recipe import CACHE, PLACE, SNAPSHOT, Kept, environment, node_at
+from bench.env.recipe import CACHE, PLACE, SNAPSHOT, KeptEnvironment, environment, node_at
 from bench.machine.disk import new_disk
 from bench.model import Workspace
 from bench.site import FarSide, far_side, listening
@@ -21,59 +21,59 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
 from bootseer.snapshots import catalogue
 from bootseer.store import open_backend, open_store
-from testbed.line import Line
 from testbed.needs import require
+from testbed.network import ShapedLoopback
 from testbed.packages import Packages
 
 RATE_MBIT = 1000
-# Wheels, the snapshot in two stores, two archives, and bundles.
+# Room for wheels, the snapshot in two stores, two archives, and bundles.
 _MEMORY_BYTES = 4 * 2**30
 _PORT = 8000
-# A node's, sparse: caches, an environment, and room.
+# Size of a node's sparse disk, which holds caches and an environment.
 _DISK_BYTES = 16 * 2**30
 _PIECE_BYTES = 2**23
 
 
 @dataclass(slots=True)
 class EnvironmentSite:
-    """All that ways of restoring share."""
+    """Files, store and loopback that the ways of restoring share."""
 
-    kept: Kept
+    kept: KeptEnvironment
     packages: Packages
     near: Path
-    """In memory: what a node has."""
+    """Folder in memory with the node's own files."""
     scratch: Path
-    """On the disk of `kept`: for the disks of nodes, and for what they share."""
+    """Folder on the disk of `kept` for the nodes' disks, and for files that they share."""
     far: FarSide
     tree: Tree
     blob: Path
-    """The snapshot's, in the near store."""
+    """Snapshot's blob in the near store."""
     stored_bytes: int
 
     wheels_url = f"http://127.0.0.1:{_PORT}/"
 
     @property
     def near_store(self) -> Path:
-        """A store in a folder of the node."""
+        """Store in a folder of the node."""
         return self.near / "store"
 
     @property
-    def line(self) -> Line:
-        """Line between the nodes and the store and wheels."""
+    def line(self) -> ShapedLoopback:
+        """Loopback between the nodes and the store and wheels."""
         return self.far.line
 
     @property
     def store_url(self) -> str:
-        """URL of the store behind the line."""
+        """URL of the store behind the loopback."""
         return self.far.store_url
 
     def once(self, name: str, prepare: Callable[[], None]) -> None:
-        """Call `prepare` if nothing was prepared under this name."""
+        """Call `prepare` unless it was called under this name before."""
         self.far.once(name, prepare)
 
     @contextlib.contextmanager
     def node(self, name: str, tree: Path | None = None) -> Iterator[EmptyNode]:
-        """A new node, whose environment is `tree`, or nothing yet."""
+        """Yield a new node, whose environment is `tree`, or missing."""
         with (
             new_disk(self.scratch / f"disk-{name}", _DISK_BYTES) as disk,
             node_at(disk / "node", tree) as node,
@@ -82,7 +82,7 @@ class EnvironmentSite:
 
 
 def bootseer(store: str, *arguments: str) -> list[str]:
-    """A command line for a node."""
+    """Return a command line of Bootseer for a node."""
     variables = [
         f"BOOTSEER_STORE={store}",
         f"BOOTSEER_CACHE_DIR={CACHE}",
@@ -95,7 +95,7 @@ def bootseer(store: str, *arguments: str) -> list[str]:
 
 @contextlib.contextmanager
 def open_site(workspace: Workspace) -> Iterator[EnvironmentSite]:
-    """Everything in its place. Raises: MissingError."""
+    """Yield a site with everything in place. Raises: MissingError."""
     require("root", programs=("nsenter", "setpriv", "unshare", "zstd"))
     workspace.kept.mkdir(parents=True, exist_ok=True)
     kept = environment(workspace.kept, workspace.say)
@@ -113,7 +113,7 @@ def open_site(workspace: Workspace) -> Iterator[EnvironmentSite]:
             (target,) = catalogue.find(store, SNAPSHOT).targets
             tree = catalogue.load_tree(store, target)
         blob = near / "store" / blob_key(target.blob.digest)
-        # An index of wheels as simple as one can be: a list of files.
+        # The simplest index of wheels: a list of files.
         serve = [sys.executable, "-m", "http.server", str(_PORT), "--bind", "127.0.0.1"]
         serve += ["--directory", str(near / "wheels")]
         log = workspace.directory / "wheels.log"
@@ -125,7 +125,7 @@ def open_site(workspace: Workspace) -> Iterator[EnvironmentSite]:
 
 
 def _copy_store(folder: Path, url: str) -> None:
-    """A store's files are the same everywhere."""
+    """Copy the files of a store in a folder to another store."""
     backend = open_backend(url)
     try:
         for file in sorted(folder.rglob("*")):

@@ -1,4 +1,4 @@
-"""The ways of putting the environment in place on a node, as commands."""
+"""Ways of restoring the environment on a node, as commands."""
 
 import subprocess
 from collections.abc import Callable
@@ -33,19 +33,19 @@ def _nothing_on(site: EnvironmentSite, node: EmptyNode) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One of them."""
+class RestoreMethod:
+    """Way of restoring the environment."""
 
     name: str
     description: str
     restore: Callable[[EnvironmentSite, EmptyNode], list[str]]
-    """What is timed, before the import."""
+    """Timed command before the import."""
     prepare: Callable[[EnvironmentSite], None] = _nothing
-    """Once, not timed."""
+    """Preparation that is made once and not timed."""
     start: Callable[[EnvironmentSite, EmptyNode], None] = _nothing_on
-    """What a node has done before; not timed."""
+    """Earlier work of a node; not timed."""
     tree: Callable[[EnvironmentSite], Path | None] = lambda site: None
-    """What the node has there from the beginning."""
+    """Environment that the node has from the beginning, if any."""
 
 
 def _shell(script: str) -> list[str]:
@@ -133,7 +133,7 @@ def _restore_over_line(mode: str) -> Callable[[EnvironmentSite, EmptyNode], list
 
 
 def _have_tree(mode: str) -> Callable[[EnvironmentSite, EmptyNode], None]:
-    """An earlier job of the node has linked to the snapshot."""
+    """Return the function for a node on which an earlier job has restored the snapshot."""
 
     def start(site: EnvironmentSite, node: EmptyNode) -> None:
         node.run(_restore(str(site.near_store), mode), timeout_s=DEADLINE_S)
@@ -146,7 +146,7 @@ def _have_tree(mode: str) -> Callable[[EnvironmentSite, EmptyNode], None]:
 
 
 def _record(site: EnvironmentSite) -> None:
-    """An earlier job, on another node, has mounted the snapshot."""
+    """Record a mount of the snapshot by an earlier job on another node."""
 
     def record() -> None:
         unmount = bootseer(site.store_url, "unmount", str(ENVIRONMENT))
@@ -158,37 +158,41 @@ def _record(site: EnvironmentSite) -> None:
     site.once("record", record)
 
 
-PIP = Way("pip", "venv and pip install; the wheels lie on the node", _pip)
-UV = Way("uv", "uv venv and uv pip install, empty cache; the wheels lie on the node", _uv)
-UV_LINE = Way("uv line", "the same; the wheels come over the line", _uv_over_line)
-UV_LINKS = Way(
+PIP = RestoreMethod("pip", "venv and pip install; the wheels lie on the node", _pip)
+UV = RestoreMethod("uv", "uv venv and uv pip install, empty cache; the wheels lie on the node", _uv)
+UV_LINE = RestoreMethod("uv line", "the same; the wheels come over the line", _uv_over_line)
+UV_LINKS = RestoreMethod(
     "uv hard links", "uv, everything in its cache, hard links",
     _uv_warm("hardlink"), _fill_uv_cache, _have_uv_cache,
 )  # fmt: skip
-UV_COPIES = Way(
+UV_COPIES = RestoreMethod(
     "uv copies", "uv, everything in its cache, copies",
     _uv_warm("copy"), _fill_uv_cache, _have_uv_cache,
 )  # fmt: skip
-TAR_ZST = Way("zstd tar", "`zstd -d | tar x` of an archive on the node", _tar_zst)
-VENV_PACK = Way("venv-pack", "`tar xz` of a venv-pack archive on the node", _venv_pack)
-COPY = Way("cp -a", "`cp -a` of the tree on the node's disk", _copy)
-COPY_LINKS = Way("cp -al", "`cp -al` of the tree on the node's disk", _copy_links, start=_have_copy)
-FLOOR = Way("C floor", "the snapshot's blob on the node, by a C program", _floor, _prepare_floor)
-EXTRACT_NEAR = Way(
+TAR_ZST = RestoreMethod("zstd tar", "`zstd -d | tar x` of an archive on the node", _tar_zst)
+VENV_PACK = RestoreMethod("venv-pack", "`tar xz` of a venv-pack archive on the node", _venv_pack)
+COPY = RestoreMethod("cp -a", "`cp -a` of the tree on the node's disk", _copy)
+COPY_LINKS = RestoreMethod(
+    "cp -al", "`cp -al` of the tree on the node's disk", _copy_links, start=_have_copy
+)
+FLOOR = RestoreMethod(
+    "C floor", "the snapshot's blob on the node, by a C program", _floor, _prepare_floor
+)
+EXTRACT_NEAR = RestoreMethod(
     "extract near", "`--mode extract`, the store is a folder on the node", _restore_near("extract")
 )
-LINK = Way(
+LINK = RestoreMethod(
     "link", "`--mode link`, used on this node before: an overlay, or reflinks",
     _restore_near("link"), start=_have_tree("link"),
 )  # fmt: skip
-EXTRACT = Way(
+EXTRACT = RestoreMethod(
     "extract", "`--mode extract`, the store behind the line", _restore_over_line("extract")
 )
-MOUNT = Way(
+MOUNT = RestoreMethod(
     "mount", "`--mode mount`, the store behind the line; an earlier start was recorded",
     _restore_over_line("mount"), _record,
 )  # fmt: skip
-LOCAL = Way(
+LOCAL = RestoreMethod(
     "local", "the tree lies on the node's disk already", lambda site, node: ["true"],
     tree=lambda site: site.kept.tree,
 )  # fmt: skip
@@ -200,8 +204,10 @@ ALL = (
 
 
 def first_start(site: EnvironmentSite) -> tuple[list[list[str]], Path]:
-    """Commands for nodes that all find a store without the environment; and the file that gets a
-    line for each set-up that is run."""
+    """Return commands for nodes that start at once with an empty store, and a file.
+
+    Each run of the set-up adds a line to the file.
+    """
     number = sum(1 for _ in site.scratch.glob("ran-*"))
     ran = site.scratch / f"ran-{number}"
     ran.touch()

@@ -27,8 +27,8 @@ from bootseer.base.content_digest import content_digest
 from bootseer.fanout.exchange import Exchange
 from bootseer.fanout.objects import ChunkList, chunk_list
 from bootseer.fanout.trees import STORE, Place, Trees
-from testbed.line import configure
 from testbed.needs import MissingError, require
+from testbed.network import run_network_command
 from testbed.waiting import pause
 
 _PORT = 7000
@@ -112,7 +112,7 @@ class _Site:
         """Raises: MissingError."""
         switches = sorted({self._switch(host) for host in self._hosts})
         for switch in switches:
-            configure(["ip", "netns", "add", switch])
+            run_network_command(["ip", "netns", "add", switch])
             _batch(switch, ["link add br0 type bridge", "link set br0 up"])
         for rack in switches:
             if rack != self._core:
@@ -127,7 +127,7 @@ class _Site:
 
     def _make_host(self, host: int) -> None:
         inside, switch, port = self.netns(host), self._switch(host), f"p{host + 1}"
-        configure(["ip", "netns", "add", inside])
+        run_network_command(["ip", "netns", "add", inside])
         _batch(inside, [f"link add e0 {_GSO} type veth peer name {port} netns {switch}"])
         _batch(switch, [f"link set {port} {_GSO} master br0 up"])
         address = f"addr add {self.address(host)}/24 dev e0"
@@ -142,7 +142,7 @@ class _Site:
         tbf = f"qdisc {verb} dev {device} root handle 1: tbf rate {rate} burst 32kb latency 1s\n"
         if verb == "add":
             tbf += f"qdisc add dev {device} parent 1: handle 10: pfifo limit {_QUEUE}\n"
-        configure(["tc", "-n", netns, "-batch", "-"], tbf)
+        run_network_command(["tc", "-n", netns, "-batch", "-"], tbf)
 
     def slow_down(self, host: int) -> None:
         """Leave a host a tenth of its line."""
@@ -157,7 +157,9 @@ class _Site:
         """Return what came to a rack by its uplink: the most of all racks."""
         most = 0
         for rack in {self._switch(host) for host in self._hosts} - {self._core}:
-            shown = configure(["ip", "-n", rack, "-json", "-stats", "link", "show", "uplink"])
+            shown = run_network_command(
+                ["ip", "-n", rack, "-json", "-stats", "link", "show", "uplink"]
+            )
             most = max(most, json.loads(shown)[0]["stats64"]["rx"]["bytes"])
         return most
 
@@ -173,11 +175,11 @@ class _Site:
         names = {self.netns(host) for host in self._hosts}
         for name in names | {self._switch(host) for host in self._hosts}:
             with contextlib.suppress(MissingError):
-                configure(["ip", "netns", "del", name])
+                run_network_command(["ip", "netns", "del", name])
 
 
 def _batch(netns: str, lines: Sequence[str]) -> None:
-    configure(["ip", "-n", netns, "-batch", "-"], "".join(f"{line}\n" for line in lines))
+    run_network_command(["ip", "-n", netns, "-batch", "-"], "".join(f"{line}\n" for line in lines))
 
 
 class _Process:

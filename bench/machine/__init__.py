@@ -1,1 +1,1 @@
-"""The machine that is measured: its description, disks, page cache and processes."""
+"""The machine that is measured: its description, disks and page cache."""

@@ -1,7 +1,7 @@
-"""A new, empty ext4 for each run that creates many files.
+"""New, empty ext4 file systems, one for each run that creates many files.
 
-A file system remembers what was deleted from it: for minutes ext4 walks past the inodes of removed
-files with each new one, which cost a tree of 46,000 names half of its time. Needs root.
+For minutes after a removal, ext4 passes the inodes of removed files for each new one, which took a
+tree of 46,000 names half of its time. Needs root.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _MKFS = ["mkfs.ext4", "-q", "-F", "-m", "0", "-E", "lazy_itable_init=1,lazy_jour
 
 @contextlib.contextmanager
 def new_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
-    """`folder`, made and removed again, with an ext4 of its own in a sparse file beside it.
+    """Make `folder`, with an ext4 of its own in a sparse file beside it, until the block ends.
 
     Raises: MissingError where there are no loop devices.
     """
@@ -28,15 +28,15 @@ def new_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
     try:
         image.touch()
         os.truncate(image, size_bytes)
-        # Its pages are not cached twice.
+        # Direct I/O, so that pages are not cached twice.
         attach = ["losetup", "--find", "--show", "--direct-io=on", str(image)]
         _run([*_MKFS, str(image)])
         device = _run(attach)
         try:
-            # The kernel would write the inode tables beside what is measured.
+            # Without this option the kernel would write inode tables during the measurement.
             _run(["mount", "-o", "noinit_itable", device, str(folder)])
         finally:
-            # It goes with the mount.
+            # The device is freed with the mount.
             _run(["losetup", "--detach", device])
         try:
             yield folder

@@ -1,4 +1,4 @@
-"""Where a benchmark ran: enough to judge its numbers, nothing that names the machine."""
+"""Description of the machine of a benchmark: enough to judge its numbers, without its name."""
 
 import importlib.metadata
 import os
@@ -15,7 +15,7 @@ _PACKAGES = ("bootseer", "fsspec", "hdfs-native", "mfusepy", "pyarrow", "zstanda
 
 
 def describe(directory: Path) -> dict[str, Any]:
-    """Kernel, CPU, memory, Python, packages, commit, and the file system of `directory`."""
+    """Return kernel, CPU, memory, Python, packages, commit, and the file system of `directory`."""
     return {
         "kernel": platform.release(),
         "machine": platform.machine(),
@@ -32,13 +32,13 @@ def describe(directory: Path) -> dict[str, Any]:
 
 
 def kernel_version() -> tuple[int, int]:
-    """Of the running kernel: (6, 9). (0, 0) where it cannot be read."""
+    """Return the running kernel's version such as (6, 9), or (0, 0) if it cannot be read."""
     match = re.match(r"(\d+)\.(\d+)", platform.release())
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system that holds `path`, e.g. "ext4"; "unknown" if it is not found."""
+    """Return the type of the file system that holds `path`, such as "ext4", or "unknown"."""
     best_length, best_type = -1, "unknown"
     target = str(path.resolve())
     try:
@@ -49,7 +49,7 @@ def file_system_of(path: Path) -> str:
         before, _, after = line.partition(" - ")
         mount = before.split()[4]
         inside = target == mount or target.startswith(mount.rstrip("/") + "/")
-        # Later mounts hide earlier ones at the same place, hence the >=.
+        # >= since a later mount hides an earlier one at the same path.
         if inside and len(mount) >= best_length:
             best_length, best_type = len(mount), after.split()[0]
     return best_type
@@ -76,11 +76,11 @@ def _packages() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit of the checkout, "+" behind it when files differ; "unknown" outside of one."""
+    """Return the commit of the checkout, with "+" if files differ; "unknown" outside of one."""
     git = shutil.which("git")
     if git is None:
         return "unknown"
-    # Results are written into the checkout, which must not mark the next run as dirty.
+    # Results are written into the checkout, and must not mark the next run as changed.
     status = [
         git,
         "status",

@@ -1,4 +1,4 @@
-"""C libfuse's own example file system, built from the source that Debian's package ships."""
+"""The example file system of C libfuse, built from the source in Debian's package."""
 
 import shutil
 import subprocess
@@ -10,9 +10,9 @@ _SOURCE = Path("/usr/share/doc/libfuse3-dev/examples/passthrough_ll.c")
 
 
 def build_passthrough(directory: Path) -> Path:
-    """Compile `passthrough_ll` into `directory`; the path of the program.
+    """Compile `passthrough_ll` into `directory`; return the path of the program.
 
-    Raises: MissingError when the source, a compiler or the library is missing.
+    Raises: MissingError if the source, a compiler or the library is missing.
     """
     compiler, pkg_config = shutil.which("cc"), shutil.which("pkg-config")
     if not _SOURCE.exists():

@@ -1,4 +1,4 @@
-"""Makes the next read of a file a cold one."""
+"""Dropping files from the page cache."""
 
 import os
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def evict_file(path: Path) -> str:
-    """Drop one file's clean pages from the page cache; says how, for the record."""
+    """Drop one file's clean pages from the page cache; return the method, for the notes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -16,8 +16,10 @@ def evict_file(path: Path) -> str:
 
 
 def evict_everything(paths: Sequence[Path]) -> str:
-    """Drop the whole page cache, dentries and inodes when that is allowed, else the clean pages
-    of `paths`; says which, for the record."""
+    """Drop the whole page cache, dentries and inodes, or else the clean pages of `paths`.
+
+    Return the method, for the notes.
+    """
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")

@@ -1,4 +1,4 @@
-"""A folder in memory for benchmarks that must not measure a disk."""
+"""Folders in memory, for benchmarks that must not measure a disk."""
 
 import contextlib
 import os
@@ -11,12 +11,12 @@ from pathlib import Path
 from bench.machine.environment import file_system_of
 from testbed.needs import MissingError
 
-# The one tmpfs that every Linux has.
+# The tmpfs that every Linux has.
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def available_memory_bytes() -> int:
-    """What the kernel thinks can be used without swapping."""
+    """Return the kernel's estimate of the memory that can be used without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -25,10 +25,10 @@ def available_memory_bytes() -> int:
 
 @contextlib.contextmanager
 def tmpfs(workspace: Path, size_bytes: int, beside_bytes: int | None = None) -> Iterator[Path]:
-    """A tmpfs folder with room for `size_bytes`: a mount of its own for root, else in /dev/shm.
+    """Yield a tmpfs folder with room for `size_bytes`: a new mount for root, else in /dev/shm.
 
-    `beside_bytes` of memory are left to everybody else; by default as much again, for instance for
-    caches of what is read. Raises: MissingError when there is not enough memory or no tmpfs.
+    `beside_bytes` of memory are left to other uses; by default as much again, for instance for the
+    page cache. Raises: MissingError if there is not enough memory or no tmpfs.
     """
     needed_bytes = size_bytes + (size_bytes + 2**29 if beside_bytes is None else beside_bytes)
     if available_memory_bytes() < needed_bytes:

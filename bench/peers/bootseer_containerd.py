@@ -1,12 +1,12 @@
-"""Bootseer's snapshotter in containerd: a pull that asks for no layers, then `ctr run`.
+"""Bootseer's snapshotter in containerd: a pull without layers, then `ctr run`.
 
 The pull is `ctr-remote image rpull`, which, as Kubernetes does, asks the snapshotter for each layer
-before it fetches it; containerd 1.6's own `ctr image pull` fetches first.
+before fetching it; containerd 1.6's `ctr image pull` fetches first.
 """
 
 from bench.containers.node import EmptyNode
 from bench.containers.site import PeersSite
-from bench.peers.bootseer_image import Bootseer, Mode, settings
+from bench.peers.bootseer_image import Bootseer, ImageMode, settings
 from bench.peers.containerd import NAMESPACE, programs, run, shell, start_containerd
 from testbed.packages import Packages
 from testbed.processes import python_command
@@ -16,10 +16,10 @@ _CLIENT_SUITE = "bookworm"
 
 
 class BootseerSnapshotter(Bootseer):
-    """The replay of a record by way of containerd."""
+    """Replay of a record through containerd."""
 
     def __init__(self, name: str, containerd_suite: str) -> None:
-        super().__init__(name, Mode.REPLAY)
+        super().__init__(name, ImageMode.REPLAY)
         self.description = "replay by the snapshotter: ctr-remote image rpull, then ctr run"
         self._suite = containerd_suite
 

@@ -1,7 +1,7 @@
-"""Bootseer's `run --image`, through its command line, with the store on the far side of the line.
+"""Bootseer's `run --image` by the command line, with the store behind the limited loopback.
 
-Layers are indexed beforehand and records are made by starts that are not timed, except where a
-mode says otherwise.
+Layers are indexed and records are made before, by starts that are not timed, unless a mode says
+otherwise.
 """
 
 import sys
@@ -19,8 +19,8 @@ _WAIT_DEADLINE_S = 180.0
 _V1, _REBUILT = TAGS
 
 
-class Mode(Enum):
-    """What is there before the start, and what it does."""
+class ImageMode(Enum):
+    """State of the store before the start, and kind of the start."""
 
     UNINDEXED = "nobody has indexed the image: it is pulled whole, and indexed behind the start"
     SEEK_POINTS = "lazy from the registry: only seek points are in the store; nothing is recorded"
@@ -34,7 +34,7 @@ class Mode(Enum):
 class Bootseer:
     """`bootseer run --image` in one mode, with `count` containers at once on the node."""
 
-    def __init__(self, name: str, mode: Mode, *, count: int = 1) -> None:
+    def __init__(self, name: str, mode: ImageMode, *, count: int = 1) -> None:
         self.name = name
         many = f", {count} containers at once" if count > 1 else ""
         self.description = f"{mode.value}{many}"
@@ -43,39 +43,39 @@ class Bootseer:
         self._records = 0
 
     def fetch(self, packages: Packages) -> None:
-        if self._mode is Mode.SEEK_POINTS:
-            # Without it the layers would be copied.
+        if self._mode is ImageMode.SEEK_POINTS:
+            # Without this module the layers would be copied.
             require(modules=["indexed_gzip"])
 
     def prepare(self, site: PeersSite) -> None:
-        if self._mode is Mode.SEEK_POINTS:
+        if self._mode is ImageMode.SEEK_POINTS:
             site.once("bootseer seek points", lambda: _find_seek_points(site))
-        elif self._mode is not Mode.UNINDEXED:
+        elif self._mode is not ImageMode.UNINDEXED:
             site.once("bootseer index", lambda: _index(site, _V1))
-        if self._mode in (Mode.REPLAY, Mode.REBUILT):
+        if self._mode in (ImageMode.REPLAY, ImageMode.REBUILT):
             site.once("bootseer record", lambda: _record(site))
-        if self._mode is Mode.REBUILT:
+        if self._mode is ImageMode.REBUILT:
             site.once("bootseer index rebuilt", lambda: _index(site, _REBUILT))
 
     def start(self, site: PeersSite, node: EmptyNode) -> None:
-        if self._mode is Mode.LOCAL:
+        if self._mode is ImageMode.LOCAL:
             command = _command(settings(site, node), "image", "fetch", _name(_V1))
             node.run(command, timeout_s=_INDEX_DEADLINE_S)
 
     def launch(self, site: PeersSite, node: EmptyNode) -> list[str]:
         tag, workload, switches = _V1, site.workload.name, {"BOOTSEER_RECORD": "never"}
-        if self._mode is Mode.RECORD:
-            # A name that has no record yet.
+        if self._mode is ImageMode.RECORD:
+            # A workload name without a record.
             self._records += 1
             workload, switches = f"{workload}-{self._records}", {}
-        elif self._mode is Mode.LAZY:
+        elif self._mode is ImageMode.LAZY:
             switches["BOOTSEER_PREFETCH"] = "off"
-        elif self._mode is Mode.SEEK_POINTS:
+        elif self._mode is ImageMode.SEEK_POINTS:
             switches |= {"BOOTSEER_PREFETCH": "off", "BOOTSEER_STORE": _points_store(site)}
             return _run(site, node, site.reference(), workload, switches)
-        elif self._mode is Mode.REBUILT:
+        elif self._mode is ImageMode.REBUILT:
             tag = _REBUILT
-        elif self._mode is Mode.UNINDEXED:
+        elif self._mode is ImageMode.UNINDEXED:
             return self._launch_unindexed(site, node)
         one = _run(site, node, _name(tag), workload, switches)
         if self._count == 1:
@@ -85,14 +85,14 @@ class Bootseer:
         return ["sh", "-ec", f'{script}; for one in $all; do wait "$one"; done', "sh", *one]
 
     def _launch_unindexed(self, site: PeersSite, node: EmptyNode) -> list[str]:
-        # A store that knows nothing yet.
+        # An empty store.
         self._records += 1
         store = {"BOOTSEER_STORE": f"{site.store_url}-unindexed-{self._records}"}
         image = f"registry://{site.reference()}"
         return _run(site, node, image, site.workload.name, store)
 
     def settle(self, site: PeersSite, node: EmptyNode) -> dict[str, float]:
-        if self._mode is Mode.RECORD:
+        if self._mode is ImageMode.RECORD:
             _wait_published(site, node)
         return {}
 
@@ -102,7 +102,7 @@ def _name(tag: str) -> str:
 
 
 def settings(site: PeersSite, node: EmptyNode) -> dict[str, str]:
-    """Bootseer's variables on a node."""
+    """Return Bootseer's variables on a node."""
     return {
         "BOOTSEER_STORE": site.store_url,
         "BOOTSEER_CACHE_DIR": str(node.folder / "cache"),
@@ -133,7 +133,7 @@ def _index(site: PeersSite, tag: str) -> None:
 
 
 def _points_store(site: PeersSite) -> str:
-    """Store in which only seek points are."""
+    """Return the URL of a store that holds only seek points."""
     return f"{site.store_url}-points"
 
 

@@ -1,6 +1,6 @@
 """containerd: `ctr image pull`, then `ctr run`, with its overlay snapshotter.
 
-Also the base of the peers whose snapshotter is plugged into it.
+Also the base of peers with a snapshotter in containerd.
 """
 
 import os
@@ -30,12 +30,12 @@ _PROXY = """[proxy_plugins.{name}]
 
 
 def programs(site: PeersSite, suite: str) -> Path:
-    """The folder of containerd's programs. Raises: MissingError."""
+    """Return the folder of containerd's programs. Raises: MissingError."""
     return site.packages.unpacked(suite, "containerd") / "usr/bin"
 
 
 def path(*folders: Path) -> dict[str, str]:
-    """The environment in which programs are found in these folders first."""
+    """Return the environment that finds programs in these folders first."""
     return {"PATH": ":".join([*map(str, folders), os.environ["PATH"]])}
 
 
@@ -44,7 +44,7 @@ def start_containerd(
 ) -> None:
     """Start containerd with the proxy snapshotters `proxies` (socket by name).
 
-    Raises: RuntimeError when it does not start.
+    Raises: RuntimeError if it does not start.
     """
     folder = programs(site, suite)
     config = node.folder / "containerd.toml"
@@ -60,30 +60,30 @@ def start_containerd(
 
 
 def ctr(folder: Path) -> str:
-    """The client's command line up to its first word."""
+    """Return the client's command line up to its subcommand."""
     return f"{folder / 'ctr'} --namespace {NAMESPACE}"
 
 
 def pull(site: PeersSite, folder: Path) -> str:
-    """A line of shell."""
+    """Return a line of shell that pulls the image."""
     return f"{ctr(folder)} image pull --plain-http {site.reference()}"
 
 
 def run(site: PeersSite, folder: Path, *options: str, image: str = "") -> str:
-    """A line of shell; `image` is by default the image itself."""
+    """Return a line of shell that runs the workload; `image` is by default the site's image."""
     image = image or site.reference()
     words = ["run", "--rm", f"--cgroup=/{CGROUP}/torch", *options, image, "torch"]
     return f"{ctr(folder)} {' '.join(words)} {site.workload.shell_words}"
 
 
 def shell(*lines: str) -> list[str]:
-    """One command of all lines; only the last one's output is its output."""
+    """Return one command that runs all lines and prints the output of the last one."""
     *first, last = lines
     return ["sh", "-ec", "\n".join([*(f"{line} >/dev/null" for line in first), last])]
 
 
-class Containerd:
-    """One release of containerd."""
+class ContainerdPeer:
+    """Release of containerd."""
 
     def __init__(self, name: str, suite: str) -> None:
         self.name = name
@@ -107,8 +107,8 @@ class Containerd:
         return {}
 
 
-class LocalContainerd(Containerd):
-    """The same when the image was pulled and unpacked before; only the page cache is cold."""
+class LocalContainerd(ContainerdPeer):
+    """containerd with the image pulled and unpacked before; only the page cache is cold."""
 
     def __init__(self, name: str, suite: str) -> None:
         super().__init__(name, suite)

@@ -1,4 +1,4 @@
-"""A mirror of one directory in the obvious way with mfusepy (libfuse3), for `fuse-read`.
+"""Simple mirror of one directory by mfusepy (libfuse3), for the case `fuse-read`.
 
     python -m bench.peers.mfusepy_passthrough SOURCE MOUNTPOINT [--direct-io]
 
@@ -17,9 +17,9 @@ _FIELDS = ("st_mode", "st_size", "st_nlink", "st_uid", "st_gid", "st_mtime", "st
 
 
 class Mirror(mfusepy.Operations):  # type: ignore[misc]
-    """What a user of mfusepy writes: paths in, os calls out."""
+    """File system that maps paths to calls of `os`, as users of mfusepy write it."""
 
-    # mfusepy asks for it: sizes and times are passed on as they are.
+    # mfusepy requires this attribute. False: times are passed as seconds.
     use_ns = False
 
     def __init__(self, root: Path, direct_io: bool) -> None:
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--direct-io", action="store_true")
     arguments = parser.parse_args()
     mirror = Mirror(arguments.source, arguments.direct_io)
-    # With threads, which is its default too.
+    # With threads, as by default.
     mfusepy.FUSE(mirror, str(arguments.mountpoint), foreground=True, nothreads=False, ro=True)
 
 

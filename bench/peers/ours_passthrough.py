@@ -1,4 +1,4 @@
-"""Our own kernel server on one directory, for the case `fuse-read`.
+"""Bootseer's FUSE server on one directory, for the case `fuse-read`.
 
     python -m bench.peers.ours_passthrough SOURCE MOUNTPOINT --mode cached|direct_io|passthrough
 
@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from bootseer.fuse.kernel.options import MountOptions
-from testbed.mounts.flat_directory import FlatDirectory, Mode
+from testbed.mounts.flat_directory import FlatDirectory, OpenMode
 from testbed.mounts.serving import serve
 
 
@@ -18,7 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("source", type=Path)
     parser.add_argument("mountpoint", type=Path)
-    parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Mode.CACHED)
+    parser.add_argument("--mode", type=OpenMode, choices=list(OpenMode), default=OpenMode.CACHED)
     parser.add_argument("--threads", type=int, default=8)
     arguments = parser.parse_args()
     options = MountOptions(
@@ -26,7 +26,7 @@ def main() -> None:
         subtype="bootseer-bench",
         read_only=True,
         invalidate_on_change=False,
-        passthrough=arguments.mode is Mode.PASSTHROUGH,
+        passthrough=arguments.mode is OpenMode.PASSTHROUGH,
         threads=arguments.threads,
     )
     operations = FlatDirectory(arguments.source, arguments.mode, mapped=True)

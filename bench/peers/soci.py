@@ -1,8 +1,8 @@
 """SOCI's snapshotter in containerd: `soci image rpull`, then `ctr run`, lazily from seek points.
 
-Its index is made and pushed beforehand, with the defaults of `soci create`. Release 0.4.1 asks
-for the index by TLS alone, so the image is named by the registry's secure address; the layers
-themselves come from the plain one, named as its mirror, as they do for everyone else.
+Its index is made and pushed before, with the defaults of `soci create`. Release 0.4.1 asks for the
+index by TLS only, so the image has the registry's secure address as its name. The layers come from
+the plain address, which is configured as its mirror, as for the other peers.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ _CONFIG = """[resolver.host."{secure_registry}"]
 
 
 class Soci:
-    """The snapshotter of the package, with a containerd of another suite."""
+    """SOCI's snapshotter with a containerd of another suite."""
 
     def __init__(self, containerd_suite: str, *, is_indexed: bool = True) -> None:
         self.name = "soci" if is_indexed else "soci unindexed"
@@ -39,7 +39,7 @@ class Soci:
         self.description = f"soci image rpull, then ctr run; {state}"
         self._suite = containerd_suite
         self._is_indexed = is_indexed
-        # Indexes belong to a repository.
+        # A repository of its own, since an index belongs to a repository.
         self._repository = "bench/torch" if is_indexed else "bench/torch-unindexed"
 
     def fetch(self, packages: Packages) -> None:

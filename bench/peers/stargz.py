@@ -1,8 +1,8 @@
 """eStargz by the stargz snapshotter in containerd: `ctr-remote image rpull`, then `ctr run`.
 
-The image is converted beforehand. Debian has the snapshotter only as a Go library, so its program
-is built here from that, once. An image whose layers begin with what the workload read would start
-faster, but `ctr-remote image optimize` does not come to an end with these images.
+The image is converted before. Debian has the snapshotter only as a Go library, so its program is
+built here, once. An image whose layers begin with the files that the workload read would start
+faster, but `ctr-remote image optimize` does not end with these images.
 """
 
 import os
@@ -26,7 +26,7 @@ _CONVERT_DEADLINE_S = 900.0
 
 
 class Stargz:
-    """The snapshotter with an eStargz image."""
+    """The stargz snapshotter with an eStargz image."""
 
     name = "estargz"
     description = "the image as eStargz: ctr-remote image rpull, then ctr run"
@@ -43,7 +43,7 @@ class Stargz:
         site.once(_TAG, lambda: self._convert(site))
 
     def _convert(self, site: PeersSite) -> None:
-        # Kept beside the image, since this takes minutes.
+        # Kept beside the image, since the conversion takes minutes.
         kept = site.layout.with_name(f"{site.layout.name}-{_TAG}")
         here, there = f"oci:{kept}:{_TAG}", f"docker://{site.reference(_TAG)}"
         if kept.exists():
@@ -87,7 +87,7 @@ def _client(site: PeersSite) -> str:
 
 
 def _snapshotter(packages: Packages) -> Path:
-    """The program, built if need be. Raises: MissingError."""
+    """Return the snapshotter's program, built if necessary. Raises: MissingError."""
     program = packages.folder / _SUITE / "containerd-stargz-grpc"
     if not program.exists():
         root = packages.unpacked_with_needs(_SUITE, _LIBRARY, "golang-go")

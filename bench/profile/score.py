@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from bootseer.report.explain import StartModel
 from bootseer.report.graph import StartGraph
-from testbed.starts.generate import Recipe, Start
+from testbed.starts.generate import GeneratedStart, Recipe
 
 
 class Score(NamedTuple):
@@ -42,7 +42,7 @@ class Score(NamedTuple):
 
 def score(recipe: Recipe) -> Score:
     """Score the report's analysis of the start of a recipe."""
-    start = Start(recipe)
+    start = GeneratedStart(recipe)
     analysis = StartModel(StartGraph(start.tracks())).analyse()
     causes = {one.node: one.cause.name for one in analysis.stragglers}
     others = causes.keys() - start.lost_s.keys()

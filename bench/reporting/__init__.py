@@ -1,1 +1,1 @@
-"""From runs to tables: results on disk, medians and ratios, and the generated page."""
+"""Results of runs: JSON files, medians and ratios, tables, and the generated page."""

@@ -13,7 +13,7 @@ RESULTS, PEERS = "results", "peers"
 
 
 def load_results(folder: Path) -> list[Result]:
-    """The committed results, by case name."""
+    """Return the committed results, sorted by case name."""
     return [
         load(path)
         for path in sorted(folder.glob("*.json"))
@@ -22,7 +22,7 @@ def load_results(folder: Path) -> list[Result]:
 
 
 def render(results: Iterable[Result], cases: Mapping[str, Case]) -> str:
-    """Markdown for all results. Pure (no I/O)."""
+    """Return Markdown for all results. Pure."""
     parts = [_render_one(result, cases[result.case]) for result in results if result.case in cases]
     return "\n".join(parts) if parts else "No results yet.\n"
 

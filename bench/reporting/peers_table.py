@@ -1,4 +1,4 @@
-"""Tables of the most important ratios, for the README and docs/benchmarks.md: one list of rows.
+"""Rows of the tables of ratios in the README and docs/benchmarks.md.
 
 A row names its ratios by case and name; their values and targets come from bench/results.
 """
@@ -13,7 +13,7 @@ from bench.reporting.tables import Row
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A ratio of a case, and the unit behind it: a multiple ("x"), a share (" %"), or none ("")."""
+    """Ratio of a case, and its unit: a multiple ("x"), a share (" %"), or none ("")."""
 
     case: str
     ratio: str
@@ -22,7 +22,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class PeerRow:
-    """A row: what is measured, against what, and a text with a `{}` for each ratio."""
+    """Row of the tables: subject, reference, and a text with a `{}` for each ratio."""
 
     what: str
     against: str
@@ -210,7 +210,7 @@ ROWS = (
 
 
 def readme_rows(results: Iterable[Result]) -> tuple[Row, list[Row]]:
-    """Header and rows of the README's table."""
+    """Return header and rows of the README's table."""
     measured = _by_name(results)
     return ("what", "against", "result"), [
         (row.what, row.against, _result(row, measured)) for row in ROWS if row.is_in_readme
@@ -218,7 +218,7 @@ def readme_rows(results: Iterable[Result]) -> tuple[Row, list[Row]]:
 
 
 def peer_rows(results: Iterable[Result]) -> tuple[Row, list[Row]]:
-    """Header and rows of the table in docs/benchmarks.md, with the targets."""
+    """Return header and rows of the table in docs/benchmarks.md, with the targets."""
     measured = _by_name(results)
     return ("what", "against", "result", "target"), [
         (row.what, row.against, _result(row, measured), _targets(row, measured)) for row in ROWS

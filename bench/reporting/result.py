@@ -1,4 +1,4 @@
-"""The result of a case as a file: JSON with every run, from which all tables are made."""
+"""Result of a case as a JSON file with every run; all tables are made from it."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class VariantResult:
-    """A variant, and why it did not run (None: it did)."""
+    """Variant, and the reason why it did not run, if it did not."""
 
     name: str
     description: str
@@ -23,7 +23,7 @@ class VariantResult:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Everything that one call measured."""
+    """Everything that one call of the benchmark measured."""
 
     case: str
     description: str
@@ -31,7 +31,7 @@ class Result:
     started_at_s: float
     environment: Mapping[str, Any]
     notes: tuple[str, ...]
-    """What a reader of the numbers must know: how caches were dropped, sizes."""
+    """Facts that readers of the numbers must know, such as sizes and the state of caches."""
     variants: tuple[VariantResult, ...]
     runs: tuple[Run, ...]
     ratios: tuple[RatioResult, ...]
@@ -40,7 +40,7 @@ class Result:
 def to_json(result: Result) -> dict[str, Any]:
     """Return `result` as a JSON document.
 
-    The ratios' median and range are there for readers; loading computes them again.
+    The ratios' median and range are for readers; loading computes them again.
     """
     return {
         "schema": SCHEMA,
@@ -63,7 +63,10 @@ def to_json(result: Result) -> dict[str, Any]:
 
 
 def from_json(document: Mapping[str, Any]) -> Result:
-    """Raises: ValueError for another schema; KeyError for a document that is none of ours."""
+    """Return the result in a JSON document.
+
+    Raises: ValueError for another schema; KeyError if the document is not a result.
+    """
     if document["schema"] != SCHEMA:
         raise ValueError(f"this is a result of schema {document['schema']}, not {SCHEMA}")
     return Result(
@@ -103,7 +106,7 @@ def _lines(document: Mapping[str, Any]) -> str:
 
 
 def load(path: Path) -> Result:
-    """Raises: OSError, ValueError, KeyError."""
+    """Return the result in a file. Raises: OSError, ValueError, KeyError."""
     return from_json(json.loads(path.read_text()))
 
 

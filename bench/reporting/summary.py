@@ -1,4 +1,4 @@
-"""From runs to what is said about them: order of runs, medians, ratios. Pure (no I/O)."""
+"""Order of runs, and medians and ratios of their figures. Pure."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,16 +9,16 @@ from bench.model import Case, Ratio
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One run in the schedule."""
+    """Run in the schedule."""
 
     round_number: int
-    """From 0; below 0: a warm-up, not recorded."""
+    """Number from 0; below 0 for a warm-up, which is not recorded."""
     variant: str
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One recorded run."""
+    """Recorded run."""
 
     round_number: int
     variant: str
@@ -35,41 +35,41 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread":
-        """Of at least one value."""
+        """Return the spread of at least one value."""
         ordered = sorted(values)
         return cls(statistics.median(ordered), ordered[0], ordered[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class RatioResult:
-    """A ratio as measured: one value per round in which both sides ran."""
+    """Ratio as measured: one value for each round in which both sides ran."""
 
     ratio: Ratio
     per_round: tuple[float, ...]
 
     @property
     def spread(self) -> Spread | None:
-        """None: never measured."""
+        """Median and range of the values; None if there are none."""
         return Spread.of(self.per_round) if self.per_round else None
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the median satisfies the target; None: no target, or not measured."""
+        """Whether the median meets the target; None without a target or a value."""
         if self.ratio.target is None or not self.per_round:
             return None
         return self.ratio.target.is_met(Spread.of(self.per_round).median)
 
 
 def schedule(variants: Sequence[str], rounds: int, warmups: int) -> list[Turn]:
-    """Warm-up rounds, then recorded ones; in each, every variant once, in the order declared.
+    """Return warm-up rounds, then recorded ones; in each, every variant once in declared order.
 
-    Interleaved, so that what drifts (clock speed, neighbours on the machine) hits all alike.
+    Runs are interleaved, so that drifts (clock speed, other processes) affect all variants alike.
     """
     return [Turn(number, variant) for number in range(-warmups, rounds) for variant in variants]
 
 
 def spreads(runs: Iterable[Run]) -> dict[str, dict[str, Spread]]:
-    """By variant and figure. A figure that some runs lack is summed up over those that have it."""
+    """Return the spread of each figure by variant, over the runs that have the figure."""
     values: dict[str, dict[str, list[float]]] = {}
     for run in runs:
         for name, value in run.figures.items():
@@ -81,7 +81,7 @@ def spreads(runs: Iterable[Run]) -> dict[str, dict[str, Spread]]:
 
 
 def measure_ratio(ratio: Ratio, runs: Iterable[Run]) -> RatioResult:
-    """`ratio` within each round; rounds that lack a side, or divide by zero, are left out."""
+    """Return `ratio` within each round that has both sides and no zero below."""
     by_round: dict[int, dict[str, Mapping[str, float]]] = {}
     for run in runs:
         by_round.setdefault(run.round_number, {})[run.variant] = run.figures
@@ -95,7 +95,7 @@ def measure_ratio(ratio: Ratio, runs: Iterable[Run]) -> RatioResult:
 
 
 def problems(case: Case) -> list[str]:
-    """What is wrong with a declaration; empty: nothing."""
+    """Return the faults of a declaration."""
     names = [variant.name for variant in case.variants]
     found = []
     if len(set(names)) != len(names):

@@ -1,4 +1,4 @@
-"""Tables of a result: rows of text, from which terminal and Markdown are made. Pure (no I/O)."""
+"""Rows of text for the tables of a result, on a terminal or in Markdown. Pure."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ Row = tuple[str, ...]
 
 
 def variant_rows(result: Result, columns: Sequence[Column]) -> tuple[Row, list[Row]]:
-    """Header, and a row per variant: the median of each column's figure with its range."""
+    """Return the header, and for each variant the median and range of each column's figure."""
     header = ("variant", *(column.title for column in columns))
     measured = spreads(result.runs)
     rows: list[Row] = []
@@ -36,7 +36,7 @@ def variant_rows(result: Result, columns: Sequence[Column]) -> tuple[Row, list[R
 
 
 def ratio_rows(ratios: Sequence[RatioResult]) -> tuple[Row, list[Row]]:
-    """Header, and a row per ratio: the median of the per-round values with its range."""
+    """Return the header, and for each ratio the median and range of its values per round."""
     rows: list[Row] = []
     for measured in ratios:
         target = str(measured.ratio.target) if measured.ratio.target else ""
@@ -51,7 +51,7 @@ def ratio_rows(ratios: Sequence[RatioResult]) -> tuple[Row, list[Row]]:
 
 
 def environment_line(result: Result) -> str:
-    """One sentence: where and when it ran."""
+    """Return a sentence on where and when the case ran."""
     where = result.environment
     memory_gib = where["memory_bytes"] / 2**30
     return (

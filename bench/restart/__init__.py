@@ -1,1 +1,1 @@
-"""What the case `restart` starts: a job of four workers under torchrun, and how it is watched."""
+"""Job of the case `restart`: four workers under torchrun, and the events they note."""

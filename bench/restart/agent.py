@@ -1,4 +1,4 @@
-"""torchrun as it is, but it notes when it itself begins and when it starts each worker."""
+"""torchrun that notes its own begin and the start of each worker."""
 
 import time
 
@@ -10,7 +10,7 @@ from bench.restart.events import note  # noqa: E402
 
 
 def main() -> None:
-    """Be `torchrun`, with the arguments of this process."""
+    """Run `torchrun` with the arguments of this process."""
     note("agent", at_s=began_s)
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
@@ -22,7 +22,7 @@ def main() -> None:
         return original(self, args, env)
 
     handler._popen = popen
-    # Imported, as the program `torchrun` does.
+    # Import and call it, as the program `torchrun` does.
     from torch.distributed.run import main as torchrun
 
     torchrun()

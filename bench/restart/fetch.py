@@ -1,6 +1,6 @@
-"""`fetch.py URL FOLDER DIRECTORY`: files of an HDFS to this node, one stream each, all at once.
+"""`fetch.py URL FOLDER DIRECTORY`: copies files of an HDFS to this node, one stream each, at once.
 
-What is there already is left, as a script around `hdfs dfs -get` would.
+Existing files are kept, as in a script around `hdfs dfs -get`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Fetch what is missing."""
+    """Fetch the missing files."""
     import hdfs_native
 
     url, folder, directory = sys.argv[1:]

@@ -1,6 +1,6 @@
-"""One job on one node: starts it, breaks it, and says what came when.
+"""Job on a node: starts it, kills parts of it, and measures the time until it works again.
 
-Owns the node's folders and the processes that run. One thread.
+Owns the node's folders and processes. One thread.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ _POLL_S = 0.01
 
 
 class RestartedJob:
-    """A node, whose paths are the same each time it is a new one, and the job that it starts."""
+    """Job on a node; a new node has the same paths."""
 
     def __init__(
         self, node: Path, wrapper: tuple[str, ...], folder: str, layers: int, **environ: str
     ) -> None:
-        """`wrapper`: the words before torchrun. `folder`: where workers find their files."""
+        """Prepare the job; `wrapper` goes before torchrun, and `folder` has the workers' files."""
         self.node = node
         self._events = node.with_name(f"{node.name}.events")
         self._log = node.with_name(f"{node.name}.log")
@@ -44,7 +44,7 @@ class RestartedJob:
             "HOME": str(node),
             "PYTHONPATH": str(REPOSITORY),
             "EVENTS": str(self._events),
-            # torch 2.13: restarted workers else find the addresses of those before them.
+            # torch 2.13: without this, restarted workers find the addresses of their predecessors.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             **environ,
         }
@@ -52,16 +52,16 @@ class RestartedJob:
         self._seen = 0
 
     def clear(self) -> None:
-        """Make it a new node: there is nothing."""
+        """Make it a new node: remove all its files."""
         shutil.rmtree(self.node, ignore_errors=True)
         self.node.mkdir(parents=True)
 
     def start(self) -> dict[str, float]:
-        """Start the job; what it took until all workers had taken their first step."""
+        """Start the job; return the times until all workers had taken their first step."""
         return self._measure(self._begin, restart=0)
 
     def fail(self) -> dict[str, float]:
-        """Kill one worker, which torchrun restarts all for; what it took."""
+        """Kill one worker, for which torchrun restarts all; return the times."""
         events = read_events(self._events)
         restart = max(one["restart"] for one in events if one["event"] == "step")
         (victim,) = {
@@ -72,7 +72,7 @@ class RestartedJob:
         return self._measure(lambda: os.kill(victim, signal.SIGKILL), restart=restart + 1)
 
     def again(self) -> dict[str, float]:
-        """Kill the job, and start it again on this node; what it took."""
+        """Kill the job and start it again on this node; return the times."""
 
         def begin() -> None:
             self.end()
@@ -81,19 +81,21 @@ class RestartedJob:
         return self._measure(begin, restart=0)
 
     def prepare(self, standby: tuple[str, ...], status: tuple[str, ...], text: str) -> None:
-        """Run `standby` with the command of the job; until `status` prints the text twice: for
-        torchrun and for its workers."""
+        """Run `standby` with the job's command, and wait until `status` prints `text` twice.
+
+        Once for torchrun and once for its workers.
+        """
         words: dict[str, Any] = {"cwd": self.node, "env": self.environ, "timeout": _DEADLINE_S}
         subprocess.run([*standby, *self._command], check=True, **words)
         deadline_s = time.monotonic() + _DEADLINE_S
         told = {"capture_output": True, "text": True, **words}
         while subprocess.run(status, **told).stdout.count(text) < 2:
             if time.monotonic() > deadline_s:
-                raise RuntimeError(f"nothing stands by: {self._log.read_text()[-3000:]}")
+                raise RuntimeError(f"no standby is ready: {self._log.read_text()[-3000:]}")
             time.sleep(0.2)
 
     def end(self) -> None:
-        """Kill the job with all of its processes, as a scheduler does in the end."""
+        """Kill all processes of the job, as a scheduler does in the end."""
         if self._process is None:
             return
         for pid in process_tree(self._process.pid):
@@ -103,7 +105,7 @@ class RestartedJob:
         self._process = None
 
     def wait_for_end(self) -> None:
-        """Until what was started beside the job has ended, too: servers, and what publishes."""
+        """Wait for the end of processes beside the job: servers, and the publishing process."""
         deadline_s = time.monotonic() + _DEADLINE_S
         mark = f"\0EVENTS={self._events}\0".encode()
         while left := [pid for pid in _pids() if mark in b"\0" + _environ(pid)]:
@@ -154,7 +156,7 @@ class RestartedJob:
         return figures
 
     def _wait(self, restart: int) -> dict[str, list[dict[str, Any]]]:
-        """The events until all workers have taken a step, by name."""
+        """Return the events by name once all workers have taken a step."""
         deadline_s = time.monotonic() + _DEADLINE_S
         while True:
             names = ("agent", "started", "line", "imported", "memory", "loaded", "step")

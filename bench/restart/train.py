@@ -1,4 +1,4 @@
-"""A worker: loads its part of the checkpoint, compiles a model, takes a step, and stays."""
+"""Worker that loads its part of the checkpoint, compiles a model, takes a step, and stays."""
 
 import os
 import time
@@ -27,17 +27,17 @@ note("imported", **_PLACE)
 
 
 def _memory() -> int:
-    """Bytes of this process, what it shares divided among those who share it."""
+    """Return the proportional set size of this process in bytes."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def main() -> None:
-    """`train.py FOLDER LAYERS`: the folder has one file for each rank."""
+    """Run `train.py FOLDER LAYERS`; the folder has one file for each rank."""
     folder, layers = sys.argv[1:]
     dist.init_process_group("gloo")
     dist.barrier()
-    # All four have imported, and none has anything else yet.
+    # All four have imported their modules, and loaded nothing else yet.
     note("memory", bytes=_memory(), **_PLACE)
     dist.barrier()
     state = torch.load(f"{folder}/part-{_PLACE['rank']}.pt")

@@ -1,1 +1,1 @@
-"""containerd, CRI, Helm and node images, for tests and benchmarks."""
+"""containerd, CRI, Helm and the image of Bootseer's own pods, for tests and benchmarks."""

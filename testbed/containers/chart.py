@@ -19,9 +19,10 @@ _SOURCE = re.compile(r"^---\n# Source: bootseer/templates/(\S+)\n", re.MULTILINE
 def render(
     values: Mapping[str, Any] | None = None, *, kubernetes: str = "", version: str = HELM_4
 ) -> dict[str, str]:
-    """The text of each template, by its name, for a version of Kubernetes (Helm's default).
+    """Return the text of each template by its name, rendered for a version of Kubernetes.
 
-    Raises: MissingError where there is no Helm; ValueError with its words where it refuses.
+    `kubernetes` is by default the version that Helm assumes. Raises: MissingError where there is no
+    Helm; ValueError with Helm's message if it refuses the values.
     """
     text = _rendered(json.dumps(values or {}), kubernetes, version)
     _, *parts = _SOURCE.split(text)
@@ -40,6 +41,6 @@ def _rendered(values: str, kubernetes: str, version: str) -> str:
 
 
 def objects(texts: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The objects of rendered templates."""
+    """Return the objects of rendered templates."""
     found = [one for text in texts.values() for one in yaml.safe_load_all(text)]
     return [one for one in found if one is not None]

@@ -1,4 +1,4 @@
-"""The configuration of a containerd for tests: what the guide says, in folders of its own."""
+"""Configuration of a containerd for tests: the guide's example, with folders of its own."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ path = "{base}/opt"
 [plugins."io.containerd.grpc.v1.cri"]
 stream_server_port = "0"
 """
-# Not every root may make processes harder to kill.
+# Some containers' root users may not lower a process's oom_score_adj.
 _VERSION_2 = """
 restrict_oom_score_adj = true
 sandbox_image = "{pause_image}"
@@ -50,8 +50,10 @@ config_path = "{base}/certs.d"
 def containerd_config(
     base: Path, version: int, *, runtime_class: bool = False, pause_image: str = ""
 ) -> str:
-    """What docs/containerd.md tells people to write, with folders and sockets below `base`: for all
-    pods, or for those of the runtime class "bootseer"."""
+    """Return the configuration of docs/containerd.md with folders and sockets below `base`.
+
+    The snapshotter serves all pods or, with `runtime_class`, those of the runtime class "bootseer".
+    """
     text = (REPOSITORY / "docs/containerd.md").read_text()
     blocks = re.findall(rf"```toml\nversion = {version}\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 1

@@ -1,4 +1,4 @@
-"""Images of several layers that run in a container, for the tests of the snapshotter."""
+"""Images of several layers with a shell, for the tests of the snapshotter."""
 
 import functools
 import os
@@ -9,17 +9,17 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from testbed.images.building import Layout, Member, tar_of
+from testbed.images.building import LayoutBuilder, Member, tar_of
 
 _PROGRAMS = ("sh", "cat", "ls", "sleep", "sha256sum", "stat", "rm", "mkdir", "tail")
 _FOLDERS = ("proc", "sys", "dev", "tmp", "etc", "root", "run")
 LARGE_BYTES = 2**20
-"""Of a file that no start reads."""
+"""Size of a file that no start reads."""
 
 
 @functools.cache
 def shell_layer() -> Sequence[Member]:
-    """A root file system with a shell and a few tools of this machine."""
+    """Return a root file system with a shell and a few tools of this machine."""
     files = {Path("/usr/bin") / name: shutil.which(name) for name in _PROGRAMS}
     sources = {target: Path(source).resolve() for target, source in files.items() if source}
     listed = subprocess.run(["ldd", *sources.values()], capture_output=True, text=True, check=True)
@@ -27,7 +27,7 @@ def shell_layer() -> Sequence[Member]:
     sources |= {path: path for path in libraries}
     merged = {path.name for path in Path("/").iterdir() if path.is_symlink()}
     members = [Member(f"{name}/", "d") for name in _FOLDERS]
-    # As on a Debian whose /bin and /lib are links to those in /usr.
+    # Debian has links into /usr in place of /bin and /lib.
     names = sorted({"bin", *(path.parts[1] for path in libraries)} & merged | {"bin"})
     members += [Member(name, "l", link=f"usr/{name}") for name in names]
     for target, source in sorted(sources.items()):
@@ -39,7 +39,7 @@ def shell_layer() -> Sequence[Member]:
 
 
 def layers(name: str) -> list[Sequence[Member]]:
-    """A root with a shell, on top of a layer that no other image has, and below two more."""
+    """Return four layers: one that no other image has, a root with a shell, and two more on top."""
     return [
         [Member(f"opt/{name}", data=f"{name}\n".encode()), Member("opt/gone", data=b"hidden\n")],
         shell_layer(),
@@ -49,9 +49,9 @@ def layers(name: str) -> list[Sequence[Member]]:
 
 
 def add_image(
-    layout: Layout, contents: Sequence[Sequence[Member]], tag: str
+    layout: LayoutBuilder, contents: Sequence[Sequence[Member]], tag: str
 ) -> Mapping[str, object]:
-    """Add an image that runs a shell; its manifest's descriptor."""
+    """Add an image that runs a shell to the layout; return the descriptor of its manifest."""
     return layout.add_image(
         [tar_of(members) for members in contents],
         tag=tag,

@@ -1,7 +1,8 @@
-"""A node for tests: a real containerd of its own, with the snapshotter, in folders of its own.
+"""A node with a real containerd and the snapshotter, in folders of its own.
 
-`Node` starts `bootseer snapshotter` and containerd, and speaks to them as their clients do: `ctr`,
-and CRI over gRPC, as a kubelet does. Whatever happens, `close` leaves no process and no mount.
+`ContainerdNode` starts `bootseer snapshotter` and containerd, and calls them as their clients do:
+by `ctr`, and by CRI over gRPC as a kubelet does. `close` ends every process and removes every
+mount.
 """
 
 import contextlib
@@ -39,11 +40,12 @@ from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for, wait_started
 
 BIN_VARIABLE = "BOOTSEER_TEST_CONTAINERD"
-"""A folder with the `containerd`, `ctr` and shim of another version to test with."""
+"""Variable that names a folder with `containerd`, `ctr` and shim of another version to test
+with."""
 
 
 def programs() -> Path:
-    """The folder with containerd; skips where there is none."""
+    """Return the folder with containerd's programs. Raises: MissingError."""
     named = os.environ.get(BIN_VARIABLE)
     found = named or shutil.which("containerd")
     if found is None:
@@ -52,7 +54,7 @@ def programs() -> Path:
 
 
 class ContainerdNode(Closing):
-    """A machine with the snapshotter, and with containerd unless told otherwise, until closed."""
+    """Machine with a running snapshotter, and with containerd unless `with_containerd` is False."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class ContainerdNode(Closing):
     # ---- processes ----------------------------------------------------------------------------
 
     def start_snapshotter(self) -> "subprocess.Popen[bytes]":
-        """Start it, and wait until it serves."""
+        """Start the snapshotter and wait until it answers."""
         flags = ["--store", self.settings.store_url, "--cache-dir", self.settings.cache_dir]
         flags += ["--run-dir", self.settings.run_dir, "--workload", self.settings.workload]
         flags += ["--timeline-dir", self.settings.timeline_dir]
@@ -117,7 +119,7 @@ class ContainerdNode(Closing):
         return process
 
     def start_containerd(self) -> "subprocess.Popen[bytes]":
-        """Start it, and wait until CRI answers."""
+        """Start containerd and wait until CRI answers."""
         version = 3 if self.is_version("2") else 2
         config = containerd_config(
             self.base, version, runtime_class=self._runtime_class, pause_image=self._pause_image
@@ -136,25 +138,25 @@ class ContainerdNode(Closing):
         return process
 
     def is_version(self, prefix: str) -> bool:
-        """Whether containerd's version begins with this, as "2" or "1.6"."""
+        """Return whether containerd's version begins with `prefix`, such as "2" or "1.6"."""
         command = [str(self._bin / "containerd"), "--version"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         return re.search(rf"\bv?{re.escape(prefix)}\.", done.stdout) is not None
 
     def stop(self, process: "subprocess.Popen[bytes]", sign: int = signal.SIGTERM) -> None:
-        """Signal the process, and wait for its end."""
+        """Send the process a signal and wait for its end."""
         process.send_signal(sign)
         process.wait(TIMEOUT_S)
         self._processes.remove(process)
 
     def log(self) -> str:
-        """What the snapshotter has said."""
+        """Return the snapshotter's log."""
         return (self.base / "snapshotter.log").read_text()
 
     # ---- the snapshotter, as containerd calls it ----------------------------------------------
 
     def call(self, method: str, /, **fields: Any) -> Any:
-        """One call of the snapshots service. Raises: grpc.RpcError."""
+        """Call a method of the snapshots service. Raises: grpc.RpcError."""
         request, response = METHODS[method]
         with grpc.insecure_channel(f"unix:{self.base}/snapshotter.sock") as channel:
             make = channel.unary_stream if method == "List" else channel.unary_unary
@@ -168,8 +170,8 @@ class ContainerdNode(Closing):
                 return [info for part in answer for info in part.info]
             return answer
 
-    def refused(self, method: str, /, **fields: Any) -> Any:
-        """The status code of a call that must fail."""
+    def refusal_code(self, method: str, /, **fields: Any) -> Any:
+        """Return the status code of a call that must fail."""
         try:
             self.call(method, **fields)
         except grpc.RpcError as error:
@@ -177,7 +179,7 @@ class ContainerdNode(Closing):
         raise AssertionError(f"{method} was not refused")
 
     def snapshots_answered(self) -> bool:
-        """Whether the snapshotter answers."""
+        """Return whether the snapshotter answers."""
         try:
             self.call("List")
         except grpc.RpcError:
@@ -187,7 +189,7 @@ class ContainerdNode(Closing):
     # ---- containerd's clients -----------------------------------------------------------------
 
     def ctr(self, *arguments: object, check: bool = True) -> Completed:
-        """`ctr` in the namespace of CRI."""
+        """Run `ctr` in CRI's namespace; fail the test if `check` and it fails."""
         done = self.start_ctr(*arguments)
         try:
             out, err = done.communicate(timeout=TIMEOUT_S)
@@ -199,7 +201,7 @@ class ContainerdNode(Closing):
         return subprocess.CompletedProcess(done.args, done.returncode, out, err)
 
     def start_ctr(self, *arguments: object) -> "subprocess.Popen[str]":
-        """`ctr`, started."""
+        """Start `ctr` in CRI's namespace."""
         return subprocess.Popen(
             ["ctr", "--address", str(self.base / "containerd.sock"), "--namespace", "k8s.io"]
             + [str(argument) for argument in arguments],
@@ -211,9 +213,9 @@ class ContainerdNode(Closing):
         )
 
     def run(self, reference: str, name: str, *command: object, options: Sequence[str] = ()) -> str:
-        """What a container prints.
+        """Run a container and return its output.
 
-        Its shim writes that into a file: `ctr` has lost the end of an output on a busy machine.
+        Its shim writes the output to a file: `ctr` has lost the end of an output on a busy machine.
         """
         printed = self.base / f"printed-{name}"
         flags = ["run", "--rm", "--snapshotter", "bootseer", "--log-uri", f"file://{printed}"]
@@ -221,7 +223,10 @@ class ContainerdNode(Closing):
         return printed.read_text()
 
     def run_succeeds(self, reference: str, name: str, *command: object) -> bool:
-        """Whether a container could be run: containerd waits before it tries a socket again."""
+        """Return whether a container can be run.
+
+        The answer may be late: containerd waits before it tries a broken socket again.
+        """
         flags = ["run", "--rm", "--snapshotter", "bootseer", reference, name, *command]
         done = self.ctr(*flags, check=False)
         if done.returncode:
@@ -229,40 +234,47 @@ class ContainerdNode(Closing):
         return done.returncode == 0
 
     def start(self, reference: str, name: str, *command: object) -> None:
-        """A container in the background."""
+        """Start a container in the background."""
         self.ctr("run", "--detach", "--snapshotter", "bootseer", reference, name, *command)
 
     def execute(self, name: str, *command: object, user: str = "0:0") -> str:
-        """What a command in a running container prints; its shim writes that, too."""
+        """Run a command in a running container and return its output.
+
+        The shim writes the output to a file, as in `run`.
+        """
         printed = self.base / f"printed-exec-{time.monotonic_ns()}"
         flags = ["--exec-id", printed.name, "--log-uri", f"file://{printed}", "--user", user]
         self.ctr("task", "exec", *flags, name, *command)
         return printed.read_text()
 
-    def executes(self, name: str, *command: object) -> bool:
-        """Whether a command in a running container succeeds."""
+    def command_succeeds(self, name: str, *command: object) -> bool:
+        """Return whether a command in a running container succeeds."""
         identity = f"exec-{time.monotonic_ns()}"
         done = self.ctr("task", "exec", "--exec-id", identity, name, *command, check=False)
         return done.returncode == 0
 
     def remove(self, name: str) -> None:
-        """End and remove a container."""
-        # Where its image is gone, its process may be, too.
+        """Kill and remove a container."""
+        # The process of a container whose image is gone may have ended.
         self.ctr("task", "kill", "--signal", "SIGKILL", name, check=False)
         wait_for(lambda: self.ctr("task", "rm", name, check=False).returncode == 0)
         self.ctr("container", "rm", name)
 
     def collect_garbage(self) -> None:
-        """Have containerd remove what no container or image uses. It begins to do so by itself
-        after each removal; what it could not remove then it leaves to the next time."""
+        """Make containerd remove everything that no container or image uses, and wait for that.
+
+        containerd collects after each removal, too, but leaves what it cannot remove to the next
+        time.
+        """
         lease = self.ctr("leases", "create").stdout.strip()
         self.ctr("leases", "delete", "--sync", lease)
 
-    def wait_no_trees(self) -> None:
-        """Until every image is unmounted that no container uses."""
+    def wait_for_unmounts(self) -> None:
+        """Wait until every image that no container uses is unmounted."""
 
         def is_removed() -> bool:
-            # Else what containerd could not remove at once would stay until another removal.
+            # Repeated, since containerd leaves what it cannot remove at once to the next
+            # collection.
             self.collect_garbage()
             return not self.trees()
 
@@ -272,7 +284,7 @@ class ContainerdNode(Closing):
             raise AssertionError(f"{error}: {self.snapshots()}\n{self.log()}") from None
 
     def cri(self, method: str, /, **fields: Any) -> Any:
-        """One call of CRI. Raises: grpc.RpcError."""
+        """Call a method of CRI. Raises: grpc.RpcError."""
         return call_cri(self.base / "containerd.sock", method, **fields)
 
     def pull(self, reference: str, annotations: Mapping[str, str] | None = None) -> None:
@@ -282,7 +294,7 @@ class ContainerdNode(Closing):
     def pull_at_once(
         self, reference: str, count: int, annotations: Mapping[str, str] | None = None
     ) -> None:
-        """Pull several times, at the same time."""
+        """Pull the image `count` times concurrently."""
         host = reference.partition("/")[0]
         folder = self.base / "certs.d" / host
         folder.mkdir(parents=True, exist_ok=True)
@@ -295,7 +307,7 @@ class ContainerdNode(Closing):
                 future.result(TIMEOUT_S)
 
     def can_pull(self, reference: str, annotations: Mapping[str, str]) -> bool:
-        """Whether a pull succeeds."""
+        """Return whether a pull succeeds."""
         try:
             self.pull(reference, annotations)
         except grpc.RpcError:
@@ -309,17 +321,17 @@ class ContainerdNode(Closing):
         *command: str,
         variables: Mapping[str, str] | None = None,
         restart_count: int = 0,
-    ) -> "Pod":
-        """A pod with one container, as a kubelet starts it of images that were pulled."""
+    ) -> "PodHandle":
+        """Start a pod with one container of a pulled image, as a kubelet does."""
         config = pod_config(name)
         pod = self.cri("RunPodSandbox", config=config).id
         wanted = container_config(name, image, command, variables or {}, restart_count)
         container = self.cri("CreateContainer", pod=pod, config=wanted, pod_config=config).id
         self.cri("StartContainer", id=container)
-        return Pod(self, pod, container)
+        return PodHandle(self, pod, container)
 
     def remove_image(self, reference: str) -> None:
-        """Remove an image, and wait for what depends on it."""
+        """Remove an image, and wait for the removal of its snapshots."""
         self.cri("RemoveImage", image={"image": reference})
         self.ctr("images", "rm", "--sync", reference, check=False)
 
@@ -333,25 +345,25 @@ class ContainerdNode(Closing):
     # ---- images' servers ----------------------------------------------------------------------
 
     def status(self, state_dir: Path) -> dict[str, Any]:
-        """What the server of a mount says."""
+        """Return the status that the server of a mount reports."""
         return ask(state_dir, "status")
 
     def image_logs(self) -> str:
-        """What images' servers have said last."""
+        """Return the logs of the image servers that wrote last."""
         logs = sorted((self.settings.run_dir / "logs").glob("*.log"), key=os.path.getmtime)
         return "\n".join(f"{path.name}:\n{path.read_text()}" for path in logs[-3:])
 
     def image_server_ids(self) -> list[int]:
-        """The processes of the images' servers, supervisors first."""
+        """Return the process ids of the image servers, supervisors first."""
         found = []
         for _, state in list(live_mounts(self.settings.run_dir)):
             children = Path(f"/proc/{state.pid}/task/{state.pid}/children")
-            with contextlib.suppress(OSError):  # one that ends meanwhile
+            with contextlib.suppress(OSError):  # the server may end meanwhile
                 found += [state.pid, *map(int, children.read_text().split())]
         return found
 
     def kill_image_servers(self) -> None:
-        """As a machine's end does, but for the mounts."""
+        """Kill all image servers, as the machine's end would, and wait until no mount is served."""
         for pid in self.image_server_ids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -360,18 +372,18 @@ class ContainerdNode(Closing):
     # ---- what is there ------------------------------------------------------------------------
 
     def trees(self) -> list[Path]:
-        """The FUSE mounts of images."""
+        """Return the mount points of images."""
         return [m.path for m in mount_table.find_mounts("bootseer") if self._is_ours(m.path)]
 
     def _is_ours(self, path: Path) -> bool:
         return path.is_relative_to(self.base)
 
     def snapshots(self) -> Mapping[str, Any]:
-        """What the snapshotter lists, by key."""
+        """Return the snapshotter's snapshots by key."""
         return {info.name: info for info in self.call("List")}
 
     def close(self) -> None:
-        """End everything."""
+        """End all containers and processes, and remove all mounts and folders."""
         if hasattr(self, "containerd"):
             for line in self.ctr("task", "ls", "-q", check=False).stdout.split():
                 self.ctr("task", "rm", "--force", line, check=False)
@@ -388,8 +400,8 @@ class ContainerdNode(Closing):
         shutil.rmtree(self.base, ignore_errors=True)
 
 
-class Pod(Closing):
-    """A pod with one container, until closed."""
+class PodHandle(Closing):
+    """Running pod with one container."""
 
     def __init__(self, node: ContainerdNode, identity: str, container: str) -> None:
         self._node = node
@@ -397,14 +409,14 @@ class Pod(Closing):
         self._container = container
 
     def execute(self, *command: str) -> str:
-        """What a command in the container prints."""
+        """Run a command in the container and return its output."""
         fields = {"id": self._container, "command": command, "timeout": int(TIMEOUT_S)}
         done = self._node.cri("ExecSync", **fields)
         assert done.code == 0, done.err
         return str(done.out.decode())
 
     def close(self) -> None:
-        """Remove it, as a kubelet does."""
+        """Stop and remove the pod, as a kubelet does."""
         self._node.cri("StopPodSandbox", id=self._identity)
         self._node.cri("RemovePodSandbox", id=self._identity)
 
@@ -413,8 +425,8 @@ def _unmount_below(base: Path) -> None:
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     paths = [Path(line.split()[4]) for line in lines]
     for path in reversed([path for path in paths if path.is_relative_to(base)]):
-        # A killed server may hold what another one waits for: until the connection is aborted, so
-        # does whoever detaches it.
+        # A killed server may hold a mount that another server waits for. Detaching a mount then
+        # blocks until the connection is aborted.
         clear_mount(path)
         with contextlib.suppress(BootseerError):
             detach(path, lazy=True)

@@ -1,8 +1,8 @@
-"""What the peers make of an image: containerd's own unpacking, and umoci's.
+"""Images as other programs unpack them: containerd and umoci.
 
-`Containerd` runs the installed daemon on folders and a socket of its own, with the CRI and what
-else needs a machine of its own left out. Its trees are mounted read-only, and described by another
-process, like every mounted tree of the tests.
+`UnpackingContainerd` runs the installed daemon on folders and a socket of its own, without CRI and
+without plug-ins that need the machine's. Trees are mounted read-only, and read by another process,
+like every mounted tree of the tests.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import Any
 
 from bootseer.base.closing import Closing
 from testbed.mounts.image_mounts import TIMEOUT_S
-from testbed.needs import MissingError, require
+from testbed.needs import require
 from testbed.waiting import wait_started
 
 _CONFIG = """
@@ -39,7 +39,7 @@ path = "{base}/opt"
 
 
 def _chain_id(layout: Path) -> str:
-    """The name that containerd gives to all layers of the only image of a layout, unpacked."""
+    """Return containerd's name for all layers of the only image of a layout, unpacked."""
 
     def read(digest: str) -> Any:
         return json.loads((layout / "blobs" / digest.replace(":", "/")).read_text())
@@ -54,17 +54,14 @@ def _chain_id(layout: Path) -> str:
 
 
 class RefusedError(Exception):
-    """The peer does not unpack this image; the text is its own."""
+    """Error of a program that refuses to unpack an image; the text is the program's own."""
 
 
-class Containerd(Closing):
+class UnpackingContainerd(Closing):
     """A containerd that unpacks images, until closed."""
 
     def __init__(self) -> None:
-        require("root")
-        for program in ("containerd", "ctr"):
-            if shutil.which(program) is None:
-                raise MissingError(f"{program} is not installed")
+        require("root", programs=["containerd", "ctr"])
         # A socket's path must be short.
         self._base = Path(tempfile.mkdtemp(prefix="containerd-"))
         (self._base / "config.toml").write_text(_CONFIG.format(base=self._base))
@@ -99,7 +96,7 @@ class Containerd(Closing):
     def unpacked(
         self, layout: Path, directory: Path, snapshotter: str = "overlayfs"
     ) -> Iterator[Path]:
-        """The image "latest" of an OCI layout, unpacked and mounted at `directory`.
+        """Yield `directory` with the unpacked image "latest" of an OCI layout mounted on it.
 
         Raises: RefusedError.
         """
@@ -115,10 +112,10 @@ class Containerd(Closing):
             if done.returncode:
                 raise RefusedError(done.stderr)
             directory.mkdir(exist_ok=True)
-            # Not "images mount": it takes overlayfs, whatever snapshotter it is told.
+            # Not `ctr images mount`, which always uses overlayfs.
             done = self._ctr(*view, "view", "--target", directory, "view", _chain_id(layout))
             assert done.returncode == 0, done.stderr
-            # With short names: those of 100 layers would fill more than the page there is for them.
+            # Relative paths, since the options of 100 layers with absolute ones exceed a page.
             snapshots = self._base / f"root/io.containerd.snapshotter.v1.{snapshotter}/snapshots"
             command = shlex.split(done.stdout)
             options = command[-1].replace(f"{snapshots}/", "")
@@ -140,9 +137,8 @@ class Containerd(Closing):
 
 
 def umoci_unpacked(layout: Path, bundle: Path) -> Path:
-    """The root that umoci makes of the image "latest" of a layout. Raises: RefusedError."""
-    if shutil.which("umoci") is None:
-        raise MissingError("umoci is not installed")
+    """Unpack the image "latest" of a layout by umoci; return its root. Raises: RefusedError."""
+    require(programs=["umoci"])
     done = subprocess.run(
         ["umoci", "unpack", "--image", f"{layout}:latest", bundle],
         capture_output=True,

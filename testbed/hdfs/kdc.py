@@ -1,7 +1,7 @@
 """`MiniKdc`: a real Kerberos realm (MIT's krb5kdc) with users and keytabs, on loopback.
 
-Its own configuration, database and credential caches lie in one folder; nothing of the machine's
-Kerberos is read or written. Up in a tenth of a second; ends with its parent, however that ends.
+Its configuration, database and credential caches are in one folder; the machine's Kerberos is
+neither read nor written. Up in a tenth of a second. The KDC ends with its parent process.
 """
 
 import os
@@ -21,7 +21,7 @@ _PASSWORD = "only-of-this-test"
 _DEADLINE_S = 20
 _TOOLS = ("krb5kdc", "kdb5_util", "kadmin.local", "kinit", "setpriv")
 _PACKAGES = "krb5-kdc, krb5-admin-server and krb5-user"
-# Administrators' tools are not in everybody's search path.
+# Ordinary users' search paths lack administrators' tools.
 _SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 _KRB5_CONF = """[libdefaults]
@@ -52,10 +52,10 @@ kdc = FILE:{home}/kdc.log
 
 
 class MiniKdc(Closing):
-    """A running KDC of one realm with the service `SERVICE`; `keytab` holds its key."""
+    """A running KDC of one realm with the service `SERVICE`, whose key is in `keytab`."""
 
     def __init__(self, home: Path) -> None:
-        """Start it. Raises: MissingError."""
+        """Start the KDC. Raises: MissingError."""
         missing = [tool for tool in _TOOLS if shutil.which(tool, path=_SEARCH_PATH) is None]
         if missing:
             raise MissingError(f"no {', '.join(missing)}: install {_PACKAGES}")
@@ -67,7 +67,7 @@ class MiniKdc(Closing):
         (home / "kdc.conf").write_text(_KDC_CONF.format(realm=REALM, port=port, home=home))
         self._run("kdb5_util", "create", "-s", "-r", REALM, "-P", _PASSWORD)
         self.keytab = self.add_principal(SERVICE)
-        # -n: stays in the foreground.
+        # -n: stay in the foreground.
         self._process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "TERM", self._tool("krb5kdc"), "-n", "-r", REALM],
             env=self._environment(),
@@ -77,14 +77,14 @@ class MiniKdc(Closing):
         wait_for(lambda: is_listening(port), "a KDC that listens", timeout_s=_DEADLINE_S)
 
     def add_principal(self, name: str) -> Path:
-        """A new principal with a random key; returns its keytab."""
+        """Add a principal with a random key; return its keytab."""
         keytab = self.home / f"{name.partition('@')[0].replace('/', '-')}.keytab"
         self._run("kadmin.local", "-r", REALM, "addprinc", "-randkey", name)
         self._run("kadmin.local", "-r", REALM, "ktadd", "-k", str(keytab), name)
         return keytab
 
     def environment(self, cache: Path) -> dict[str, str]:
-        """For clients whose tickets are in `cache`."""
+        """Return the environment of clients whose tickets are in `cache`."""
         return {"KRB5_CONFIG": str(self.krb5_conf), "KRB5CCNAME": f"FILE:{cache}"}
 
     def kinit(self, name: str, keytab: Path, cache: Path, *, lifetime: str = "1h") -> None:
@@ -95,7 +95,7 @@ class MiniKdc(Closing):
         )  # fmt: skip
 
     def close(self) -> None:
-        """Stop it. Idempotent; the folder stays."""
+        """Stop the KDC; its folder stays. Idempotent."""
         self._process.terminate()
         self._process.wait(_DEADLINE_S)
 

@@ -1,4 +1,4 @@
-"""`NameNodeRelay`: stands before a NameNode, and falls silent when it is told to."""
+"""`NameNodeRelay`: forwards connections to a NameNode, and falls silent on command."""
 
 import contextlib
 import socket
@@ -8,7 +8,7 @@ from bootseer.base.closing import Closing
 
 
 class NameNodeRelay(Closing):
-    """Relays connections to a port of this machine; `address` is its own."""
+    """Forwards connections to a port of this machine; `address` is the relay's own."""
 
     def __init__(self, port: int) -> None:
         self._upstream = ("127.0.0.1", port)
@@ -19,11 +19,11 @@ class NameNodeRelay(Closing):
         threading.Thread(target=self._accept, daemon=True).start()
 
     def fall_silent(self) -> None:
-        """Take what is sent, and connections, and say nothing more: as a host that hangs."""
+        """From now on take connections and data without an answer, as a host that hangs."""
         self._silent.set()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop the relay. Idempotent."""
         for each in self._sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

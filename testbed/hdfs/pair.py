@@ -1,4 +1,4 @@
-"""`PairedHdfs`: as `MiniHdfs`, with two NameNodes of which one is active."""
+"""`PairedHdfs`: a `MiniHdfs` with two NameNodes, one active and one standby."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,10 @@ _PROVIDER = "org.apache.hadoop.hdfs.server.namenode.ha.ConfiguredFailoverProxyPr
 def pair_configuration(
     rpc_addresses: Sequence[str], http_addresses: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Of clients of two NameNodes, and with `http_addresses` of themselves."""
+    """Return the configuration of clients of two NameNodes.
+
+    With `http_addresses` it is also the configuration of the NameNodes themselves.
+    """
     kinds = {"rpc": rpc_addresses, "http": http_addresses}
     return {
         "dfs.nameservices": NAME,
@@ -27,7 +30,7 @@ def pair_configuration(
 
 
 def write_configuration(folder: Path, values: Mapping[str, str]) -> None:
-    """Make `folder` one for HADOOP_CONF_DIR."""
+    """Write `values` as Hadoop's configuration into a new folder for HADOOP_CONF_DIR."""
     folder.mkdir()
     entries = "".join(
         f"<property><name>{key}</name><value>{value}</value></property>"
@@ -52,24 +55,24 @@ class PairedHdfs(MiniHdfs):
         self._shared = shared
 
     def start(self) -> Self:
-        """As `MiniHdfs.start`."""
+        """Start the JVM and write `conf_folder` (see `MiniHdfs.start`)."""
         super().start()
         self.url = f"hdfs://{NAME}"
         write_configuration(self.conf_folder, self._shared)
         return self
 
     def fail_over(self) -> None:
-        """The active NameNode becomes standby, and the other one active."""
+        """Make the active NameNode standby, and the other one active."""
         self.command("fail-over")
 
     def kill_active(self) -> None:
-        """From now on connections to the active NameNode are refused, and the other is standby."""
+        """Kill the active NameNode: it refuses connections, and the other one stays standby."""
         self.command("kill")
 
     def take_over(self) -> None:
-        """The other NameNode becomes active."""
+        """Make the standby NameNode active."""
         self.command("take-over")
 
     def start_killed(self) -> None:
-        """The killed NameNode comes back as standby."""
+        """Start the killed NameNode again, as standby."""
         self.command("start")

@@ -1,8 +1,8 @@
-"""Slow DataNodes without root: a relay before each DataNode that caps its rate and counts.
+"""Slow DataNodes without root: a relay before each DataNode limits its rate and counts bytes.
 
-`MiniHdfs(apart=True)` has DataNode i listen on 127.0.1.(i+1):PORT, while the NameNode tells
-clients 127.0.0.1:PORT, where the relay listens. Rates hold per DataNode and direction, whatever
-the number of connections, as a disk's or a network card's would.
+`MiniHdfs(separate_addresses=True)` has DataNode i listen on 127.0.1.(i+1):PORT, while the NameNode
+tells clients 127.0.0.1:PORT, where the relay listens. A rate holds for a DataNode and a direction
+with all its connections, as a disk's or a network card's does.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ from bootseer.base.closing import Closing
 from testbed.waiting import pause
 
 _BUFFER_BYTES = 256 << 10
-# What an idle link may send at once.
+# Length of the burst that an idle link may send.
 _BURST_S = 0.01
 _CONNECT_DEADLINE_S = 10
 
 
 @dataclass(slots=True)
 class _Link:
-    """One direction of one DataNode."""
+    """Traffic of a DataNode in one direction."""
 
     bytes_per_s: float | None
     moved_bytes: int = 0
@@ -30,7 +30,7 @@ class _Link:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def pass_through(self, count: int) -> None:
-        """Count, and return when `count` bytes may have passed."""
+        """Count `count` bytes, and return when the rate allows them to have passed."""
         with self.lock:
             self.moved_bytes += count
             if self.bytes_per_s is None:
@@ -42,7 +42,7 @@ class _Link:
 
 
 class Relays(Closing):
-    """A relay for each DataNode of a `MiniHdfs(apart=True)` with these ports."""
+    """Relays for the DataNodes of a `MiniHdfs(separate_addresses=True)` with these ports."""
 
     def __init__(self, datanode_ports: list[int], bytes_per_s: float | None) -> None:
         self._to_client = [_Link(bytes_per_s) for _ in datanode_ports]
@@ -55,15 +55,15 @@ class Relays(Closing):
             threading.Thread(target=self._accept, args=(index, port), daemon=True).start()
 
     def read_bytes(self, index: int) -> int:
-        """Bytes that clients were sent by a DataNode."""
+        """Return the number of bytes that a DataNode sent to clients."""
         return self._to_client[index].moved_bytes
 
     def written_bytes(self, index: int) -> int:
-        """Bytes that a DataNode was sent."""
+        """Return the number of bytes that clients sent to a DataNode."""
         return self._to_datanode[index].moved_bytes
 
     def set_rate(self, index: int, bytes_per_s: float | None) -> None:
-        """Make a DataNode slower or faster from now on."""
+        """Change the rate of a DataNode from now on; None removes the limit."""
         for links in (self._to_client, self._to_datanode):
             links[index].bytes_per_s = bytes_per_s
 
@@ -77,7 +77,7 @@ class Relays(Closing):
         """Stop all relays. Idempotent."""
         for listener in self._listeners:
             with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
             listener.close()
         for index in range(len(self._sockets)):
             self.cut(index)
@@ -118,8 +118,8 @@ def _pump(source: socket.socket, target: socket.socket, link: _Link) -> None:
         while count := source.recv_into(buffer):
             link.pass_through(count)
             target.sendall(buffer[:count])
-    # Half of the connection only: at the end of a block a client stops sending, and still waits
-    # for the last acknowledgement.
+    # Close only half of the connection: at the end of a block a client stops sending, and still
+    # waits for the last acknowledgement.
     with contextlib.suppress(OSError):
         target.shutdown(socket.SHUT_WR)
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""An HDFS for the tests of a module or session."""
+"""HDFS clusters for the length of a block."""
 
 import contextlib
 import os
@@ -13,9 +13,10 @@ Cluster = TypeVar("Cluster", bound=MiniHdfs)
 
 @contextlib.contextmanager
 def running(cluster: Cluster) -> Iterator[Cluster]:
-    """Start the cluster, and stop it at the end.
+    """Start the cluster, and stop it at the end of the block.
 
-    Raises: MissingError where there can be none; RuntimeError if BOOTSEER_REQUIRE_HDFS is set then.
+    Raises: MissingError where HDFS cannot run; RuntimeError instead if BOOTSEER_REQUIRE_HDFS is
+    set.
     """
     try:
         cluster.start()

@@ -1,6 +1,6 @@
-"""`SecureHdfs`: a real HDFS that wants Kerberos, with its KDC and one user; else as `MiniHdfs`.
+"""`SecureHdfs`: a `MiniHdfs` that requires Kerberos, with its KDC and one user.
 
-Everything that can be guarded is: calls and blocks are encrypted, and blocks want tokens.
+Calls and blocks are encrypted, and blocks require tokens.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from testbed.hdfs.kdc import REALM, SERVICE, MiniKdc
 
 USER = f"trainer@{REALM}"
 _KINDS = ("namenode", "datanode")
-# What clients must know, too.
+# Settings of the servers and of clients.
 _SHARED = {
     "hadoop.security.authentication": "kerberos",
     "hadoop.rpc.protection": "privacy",
@@ -29,10 +29,10 @@ _SERVERS = {
 
 
 class SecureHdfs(Closing):
-    """A running HDFS; `environment` lets a client in, whose user's keytab is `keytab`."""
+    """A running HDFS; clients need `environment`, and a ticket by the user's `keytab`."""
 
     def __init__(self, home: Path) -> None:
-        """Start it. Raises: MissingError, RuntimeError."""
+        """Start the KDC and the HDFS. Raises: MissingError, RuntimeError."""
         self.kdc = MiniKdc(home / "kdc")
         try:
             self.keytab = self.kdc.add_principal(USER)
@@ -57,7 +57,7 @@ class SecureHdfs(Closing):
         (self._conf_folder / "core-site.xml").write_text(text, encoding="utf-8")
 
     def environment(self, cache: Path) -> dict[str, str]:
-        """For clients whose tickets are in `cache`."""
+        """Return the environment of clients whose tickets are in `cache`."""
         return {**self.kdc.environment(cache), "HADOOP_CONF_DIR": str(self._conf_folder)}
 
     def kinit(self, cache: Path, *, lifetime: str = "1h") -> None:
@@ -65,6 +65,6 @@ class SecureHdfs(Closing):
         self.kdc.kinit(USER, self.keytab, cache, lifetime=lifetime)
 
     def close(self) -> None:
-        """Stop all and remove the data. Idempotent."""
+        """Stop the servers and remove the data. Idempotent."""
         self.hdfs.stop()
         self.kdc.close()

@@ -1,1 +1,1 @@
-"""Container images: built, odd, nasty, large."""
+"""Container images for tests: small, hostile, odd and large ones."""

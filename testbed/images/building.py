@@ -1,7 +1,7 @@
-"""Builds container images for tests, down to the single tar header.
+"""Builds container images for tests from single tar members.
 
-Layers are lists of `Member`; `tar_of` writes them in order, whatever they say, so that hostile and
-odd layers can be made. `write_layout` makes an OCI layout of them.
+Layers are lists of `Member`; `tar_of` writes them in the given order without checking them, so that
+hostile and odd layers can be made. `write_layout` makes an OCI layout of them.
 """
 
 import gzip
@@ -9,7 +9,6 @@ import hashlib
 import io
 import json
 import platform
-import shutil
 import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 import zstandard
 
-from testbed.needs import MissingError
+from testbed.needs import require
 
 ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
@@ -30,8 +29,11 @@ LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
 
 @dataclass(frozen=True)
 class Member:
-    """One tar member. `kind` is one of f d l h c b p: file, directory, symbolic link, hard link,
-    character and block device, fifo."""
+    """Tar member as it is to be written.
+
+    `kind` is one of f d l h c b p: file, directory, symbolic link, hard link, character device,
+    block device, fifo.
+    """
 
     name: str
     kind: str = "f"
@@ -57,7 +59,7 @@ _TYPES = {
 
 
 def tar_of(members: Sequence[Member], tar_format: int = tarfile.PAX_FORMAT) -> bytes:
-    """An uncompressed tar with exactly these members, in this order."""
+    """Return an uncompressed tar with exactly these members, in this order."""
     buffer = io.BytesIO()
     with tarfile.open(
         fileobj=buffer, mode="w", format=tar_format, errors="surrogateescape"
@@ -81,8 +83,11 @@ def digest(data: bytes) -> str:
 
 
 def compress(data: bytes, compression: str) -> bytes:
-    """`compression`: none, gzip, members (gzip of several members, as pigz and eStargz write),
-    zstd, or frames (zstd of several frames with a skippable one first)."""
+    """Compress a tar by the method `compression`.
+
+    The methods are none, gzip, members (gzip of several members, as pigz and eStargz write), zstd,
+    and frames (zstd of several frames behind a skippable one).
+    """
     half = len(data) // 2
     if compression == "gzip":
         return gzip.compress(data, mtime=0)
@@ -97,8 +102,8 @@ def compress(data: bytes, compression: str) -> bytes:
     return data
 
 
-class Layout:
-    """An OCI layout being written to `directory`."""
+class LayoutBuilder:
+    """OCI layout that is being written to `directory`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -111,7 +116,7 @@ class Layout:
         return self.directory / "blobs" / name.replace(":", "/", 1)
 
     def add_blob(self, data: bytes, media_type: str) -> dict[str, Any]:
-        """Store a blob; returns its descriptor."""
+        """Store a blob; return its descriptor."""
         name = digest(data)
         self.blob_path(name).write_bytes(data)
         return {"mediaType": media_type, "digest": name, "size": len(data)}
@@ -130,8 +135,10 @@ class Layout:
         diff_ids: Sequence[str] | None = None,
         listed: bool = True,
     ) -> dict[str, Any]:
-        """Add an image of these uncompressed tars, all compressed alike or each in its own way;
-        returns its manifest's descriptor."""
+        """Add an image of these uncompressed tars; return the descriptor of its manifest.
+
+        `compression` is the method for all layers, or one method for each.
+        """
         config = {
             "architecture": architecture,
             "os": "linux",
@@ -166,9 +173,11 @@ class Layout:
         (self.directory / "index.json").write_text(json.dumps(index))
 
 
-def write_layout(directory: Path, layers: Sequence[Sequence[Member]], **options: Any) -> Layout:
-    """A layout with one image."""
-    layout = Layout(directory)
+def write_layout(
+    directory: Path, layers: Sequence[Sequence[Member]], **options: Any
+) -> LayoutBuilder:
+    """Write an OCI layout with one image."""
+    layout = LayoutBuilder(directory)
     layout.add_image([tar_of(members) for members in layers], **options)
     return layout
 
@@ -225,13 +234,12 @@ NASTY: Sequence[Sequence[Member]] = (
         Member("var/cache/new-link", "h", link="var/cache/new"),
     ),
 )
-"""Layers with about everything that real ones have, in forms that `umoci unpack` agrees on."""
+"""Layers with nearly every feature of real ones, in forms that `umoci unpack` agrees on."""
 
 
 def run_tool(*command: str | Path) -> None:
-    """Run skopeo or umoci; skips the test where it is not installed."""
-    if shutil.which(str(command[0])) is None:
-        raise MissingError(f"{command[0]} is not installed")
+    """Run skopeo or umoci. Raises: MissingError if the program is not installed."""
+    require(programs=[str(command[0])])
     done = subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,8 +1,7 @@
-"""Writes OCI layouts: folders as gzip layers, images as lists of layers. And reads their sizes."""
+"""Writes OCI layouts: folders as gzip layers, images as lists of layers. Reads layers' sizes."""
 
 import hashlib
 import json
-import platform
 import tarfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -10,20 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-# What Docker and BuildKit use: Go's default.
+from testbed.images.building import (
+    ARCHITECTURE,
+    CONFIG_TYPE,
+    INDEX_TYPE,
+    LAYER_TYPE,
+    MANIFEST_TYPE,
+)
+
+# Level that Docker and BuildKit use: Go's default.
 GZIP_LEVEL = 6
-_ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
-_CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
-_MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
-_INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
-_LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
 _TAG = "org.opencontainers.image.ref.name"
 _TAR_BYTES = "tar_bytes"
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer as stored."""
+class StoredLayer:
+    """Layer as it is stored in a layout."""
 
     digest: str
     diff_id: str
@@ -32,19 +34,19 @@ class Layer:
     compression: str = "gzip"
 
 
-class Layout:
-    """An OCI layout in `folder`, written by this or to be read."""
+class OciLayout:
+    """OCI layout in `folder`, to be written or read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def create(self) -> None:
-        """An empty one."""
+        """Make an empty layout."""
         (self.folder / "blobs/sha256").mkdir(parents=True)
         (self.folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
 
-    def add_tree(self, tree: Path) -> Layer:
-        """Everything in the folder `tree` as a gzip layer, sorted by name."""
+    def add_tree(self, tree: Path) -> StoredLayer:
+        """Add the folder `tree` as a gzip layer, its entries sorted by name."""
 
         def fill(writer: LayerWriter) -> None:
             sink = _GzipSink(writer)
@@ -55,8 +57,10 @@ class Layout:
 
         return self.add_layer(fill)
 
-    def add_layer(self, fill: Callable[["LayerWriter"], None], compression: str = "gzip") -> Layer:
-        """What `fill` puts into its writer."""
+    def add_layer(
+        self, fill: Callable[["LayerWriter"], None], compression: str = "gzip"
+    ) -> StoredLayer:
+        """Add the layer that `fill` writes."""
         partial = self.folder / "layer.partial"
         with partial.open("wb") as sink:
             writer = LayerWriter(sink)
@@ -64,43 +68,45 @@ class Layout:
         digest = f"sha256:{writer.stored.hexdigest()}"
         diff_id = f"sha256:{writer.plain.hexdigest()}"
         partial.rename(self.blob(digest))
-        return Layer(digest, diff_id, writer.stored_bytes, writer.plain_bytes, compression)
+        return StoredLayer(digest, diff_id, writer.stored_bytes, writer.plain_bytes, compression)
 
-    def write_index(self, images: dict[str, Sequence[Layer]]) -> None:
-        """Exactly these images, by tag."""
+    def write_index(self, images: dict[str, Sequence[StoredLayer]]) -> None:
+        """Write an index with exactly these images by tag."""
         manifests = [
             {**self._add_manifest(layers), "annotations": {_TAG: tag}}
             for tag, layers in images.items()
         ]
-        index = {"schemaVersion": 2, "mediaType": _INDEX_TYPE, "manifests": manifests}
+        index = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": manifests}
         (self.folder / "index.json").write_text(json.dumps(index))
 
-    def layers(self, tag: str) -> list[Layer]:
-        """Of the image that `tag` names, the base first."""
+    def layers(self, tag: str) -> list[StoredLayer]:
+        """Return the layers of the image that `tag` names, the base first."""
         index = json.loads((self.folder / "index.json").read_bytes())
         named = {entry["annotations"][_TAG]: entry["digest"] for entry in index["manifests"]}
         manifest = json.loads(self.blob(named[tag]).read_bytes())
         config = json.loads(self.blob(manifest["config"]["digest"]).read_bytes())
         return [
-            Layer(entry["digest"], diff_id, entry["size"], int(entry["annotations"][_TAR_BYTES]))
+            StoredLayer(
+                entry["digest"], diff_id, entry["size"], int(entry["annotations"][_TAR_BYTES])
+            )
             for entry, diff_id in zip(manifest["layers"], config["rootfs"]["diff_ids"], strict=True)
         ]
 
-    def _add_manifest(self, layers: Sequence[Layer]) -> dict[str, Any]:
+    def _add_manifest(self, layers: Sequence[StoredLayer]) -> dict[str, Any]:
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         config = {
-            "architecture": _ARCHITECTURE,
+            "architecture": ARCHITECTURE,
             "os": "linux",
             "config": {"Env": [f"PATH={path}"]},
             "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
         }
         manifest = {
             "schemaVersion": 2,
-            "mediaType": _MANIFEST_TYPE,
-            "config": self._add_document(config, _CONFIG_TYPE),
+            "mediaType": MANIFEST_TYPE,
+            "config": self._add_document(config, CONFIG_TYPE),
             "layers": [
                 {
-                    "mediaType": f"{_LAYER_TYPE}+{layer.compression}",
+                    "mediaType": f"{LAYER_TYPE}+{layer.compression}",
                     "digest": layer.digest,
                     "size": layer.stored_bytes,
                     "annotations": {_TAR_BYTES: str(layer.tar_bytes)},
@@ -108,7 +114,7 @@ class Layout:
                 for layer in layers
             ],
         }
-        return self._add_document(manifest, _MANIFEST_TYPE)
+        return self._add_document(manifest, MANIFEST_TYPE)
 
     def _add_document(self, document: object, media_type: str) -> dict[str, Any]:
         data = json.dumps(document).encode()
@@ -117,12 +123,12 @@ class Layout:
         return {"mediaType": media_type, "digest": digest, "size": len(data)}
 
     def blob(self, digest: str) -> Path:
-        """Where it is."""
+        """Return the path of a blob."""
         return self.folder / "blobs" / digest.replace(":", "/")
 
 
 class LayerWriter:
-    """Takes a layer piece by piece, as it is and as it is stored."""
+    """Sink of a layer: hashes and counts its uncompressed and its stored bytes."""
 
     def __init__(self, sink: BinaryIO) -> None:
         self._sink = sink
@@ -130,7 +136,7 @@ class LayerWriter:
         self.plain_bytes = self.stored_bytes = 0
 
     def put(self, plain: bytes, stored: bytes) -> None:
-        """The two need not begin and end at the same place."""
+        """Add uncompressed bytes and stored bytes; the two need not correspond piece by piece."""
         self.plain.update(plain)
         self.plain_bytes += len(plain)
         self.stored.update(stored)
@@ -139,7 +145,7 @@ class LayerWriter:
 
 
 class _GzipSink:
-    """What tarfile writes to."""
+    """File-like object for tarfile that compresses into a `LayerWriter`."""
 
     def __init__(self, writer: LayerWriter) -> None:
         self._writer = writer

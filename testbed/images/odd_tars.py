@@ -1,11 +1,10 @@
-"""Tars down to the single field of a header, and by the tools that write them."""
+"""Tars with arbitrary header fields, and tars written by several tools."""
 
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from testbed.needs import MissingError
+from testbed.needs import require
 
 END = bytes(1024)
 V7, USTAR, GNU = b"\0" * 8, b"ustar\x0000", b"ustar  \0"
@@ -28,8 +27,10 @@ def block(
     prefix: bytes = b"",
     tail: bytes = b"",
 ) -> bytes:
-    """One header with exactly these fields, its content and padding. `tail` lies over the end of
-    the header, from byte 345."""
+    """Return one header with exactly these fields, its content and padding.
+
+    `tail` replaces the end of the header from byte 345.
+    """
     length = len(data) if size is None else size
     fields = b"".join(
         (
@@ -55,7 +56,7 @@ def block(
 
 
 def _number(value: int, width: int) -> bytes:
-    """Octal where it fits, else base 256 as GNU writes it."""
+    """Return a field in octal if it fits, else in base 256 as GNU tar writes it."""
     if 0 <= value < 8 ** (width - 1):
         return b"%0*o\0" % (width - 1, value)
     data = value.to_bytes(width, "big", signed=True)
@@ -65,7 +66,7 @@ def _number(value: int, width: int) -> bytes:
 def pax(
     records: Mapping[bytes, bytes] | Sequence[tuple[bytes, bytes]], kind: bytes = b"x"
 ) -> bytes:
-    """An extended header with these records, for the header that follows."""
+    """Return an extended header with these records, for the header that follows."""
     pairs = records.items() if isinstance(records, Mapping) else records
     body = b""
     for keyword, value in pairs:
@@ -77,14 +78,13 @@ def pax(
 
 
 def gnu_long(kind: bytes, value: bytes) -> bytes:
-    """A GNU long name (`kind` L) or long link (K), for the header that follows."""
+    """Return a GNU long name (`kind` L) or long link (K), for the header that follows."""
     return block(b"././@LongLink", kind, value + b"\0", magic=GNU, mtime=0)
 
 
 def tool_tar(*command: str | Path, cwd: Path) -> bytes:
-    """What a tar tool writes to its output; skips the test where it is not installed."""
-    if shutil.which(str(command[0])) is None:
-        raise MissingError(f"{command[0]} is not installed")
+    """Return the output of a tar tool. Raises: MissingError if the tool is not installed."""
+    require(programs=[str(command[0])])
     done = subprocess.run(
         [str(word) for word in command], cwd=cwd, capture_output=True, timeout=60, check=False
     )

@@ -1,6 +1,7 @@
-"""Random layers over few names, so that about everything collides; all that containerd takes.
+"""Random layers over few names, so that names collide; containerd accepts all of them.
 
-What it refuses and what the peers contest is left out; `image_zoo` has an image for each.
+Layers that containerd refuses, and on which other programs disagree, are left out; `zoo` has an
+image for each.
 """
 
 import random
@@ -15,7 +16,7 @@ _MODES = (0o644, 0o755, 0o700, 0o4711, 0o1777)
 
 
 def random_layers(seed: int, tree_count: int) -> list[bytes]:
-    """`LAYER_COUNT` tars, the lowest first, of as many trees in folders of their own."""
+    """Return `LAYER_COUNT` tars, the lowest first, with `tree_count` trees in them."""
     chance = random.Random(seed)
     layers = [b""] * LAYER_COUNT
     for number in range(tree_count):
@@ -26,26 +27,26 @@ def random_layers(seed: int, tree_count: int) -> list[bytes]:
 
 
 class _Tree:
-    """One tree, layer by layer."""
+    """Random tree, generated layer by layer."""
 
     def __init__(self, chance: random.Random, top: bytes) -> None:
         self._chance = chance
         self._top = top
         self._no_folders: set[bytes] = set()
-        """What was something else than a folder in some layer below."""
+        """Paths that were no folders in some layer below."""
         self._opaque: set[bytes] = set()
-        """Folders that were opaque in some layer, this one included."""
+        """Folders that were opaque in this or some lower layer."""
         self._links: set[bytes] = set()
-        """What was a symbolic link, or another name of one, in some layer."""
+        """Paths that were symbolic links, or hard links to them, in some layer."""
         self._kinds: dict[bytes, bytes] = {}
-        """Of this layer: path -> type flag, or w for a whiteout."""
+        """Type flag of each path of this layer; w for a whiteout."""
         self._whited: set[bytes] = set()
 
     def layer(self, number: int) -> bytes:
-        """The members of the next layer."""
+        """Return the members of the next layer."""
         self._kinds = {}
         self._whited = set()
-        # There is nothing to hide in the lowest layer. Containerd wants whiteouts first.
+        # The lowest layer has nothing to hide. containerd requires whiteouts to come first.
         tar = b"".join(self._whiteout() for _ in range(self._chance.randrange(3 if number else 1)))
         tar += b"".join(
             self._member(b"%d.%d" % (number, n)) for n in range(self._chance.randrange(7))
@@ -57,11 +58,12 @@ class _Tree:
         for folder in _above(path):
             if folder in self._kinds:
                 continue
-            # Where a lower layer has a file, containerd implies a folder, but none inside that.
+            # Where a lower layer has a file, containerd makes an implied folder, but no folder
+            # inside it.
             if any(p in self._no_folders for p in _above(folder)):
                 return False
-            # Whose attributes a folder gets that is only implied where others are hidden or where
-            # a link was, is contested.
+            # Programs disagree on the attributes of a folder that is implied where other layers'
+            # are hidden or where a link was.
             if any((folder + b"/").startswith(p) for p in self._opaque) or folder in self._links:
                 return False
         return True
@@ -73,7 +75,7 @@ class _Tree:
     def _whiteout(self) -> bytes:
         folder, name = self._chance.choice(_FOLDERS), self._chance.choice((*_NAMES, _OPAQUE))
         path = folder + name
-        # Below a name that is whited out there is nothing to hide, nor twice the same.
+        # A whited-out name has nothing below it to hide, and is not whited out twice.
         if any((path + b"/").startswith(hidden + b"/") for hidden in self._whited):
             return b""
         if any((known + b"/").startswith(path + b"/") for known in self._kinds):
@@ -96,15 +98,15 @@ class _Tree:
         if any(kinds.get(p, b"5") != b"5" for p in _above(path)) or not self._may_imply(path):
             return b""
         kind = chance.choice((b"0", b"0", b"5", b"5", b"2", b"1", b"6"))
-        # A folder that comes in the place of a whiteout is contested.
+        # Programs disagree on a folder in the place of a whiteout.
         if kind == b"5" and path in self._whited:
             return b""
-        # Containerd sets folders' times at the end, also of those that are none any more.
+        # containerd sets folders' times at the end, also on names that are no longer folders.
         if kind != b"5" and kinds.get(path) == b"5":
             return b""
         link = b""
         if kind == b"2":
-            # Dangling: loops and links to folders have images of their own.
+            # Dangling links only: loops and links to folders have images of their own.
             link = chance.choice((b"absent", b"../absent", b"/absent"))
         if kind == b"1":
             targets = sorted(p for p, k in kinds.items() if k in (b"0", b"2", b"6") and p != path)
@@ -128,6 +130,6 @@ class _Tree:
 
 
 def _above(path: bytes) -> list[bytes]:
-    """The folders on the way to `path`, the outermost first."""
+    """Return the folders on the way to `path`, the outermost first."""
     parts = path.split(b"/")
     return [b"/".join(parts[: count + 1]) for count in range(len(parts) - 1)]

@@ -1,8 +1,8 @@
-"""Image root file systems for tests, and trees with one of everything.
+"""Root file systems of images for tests, and trees with every kind of entry.
 
-`python_root` is a real, small root: the running interpreter with some of its standard library, and
-a shell. `odd_tree` has every kind of name and attribute. `tree_of` is what one
-compares: each path's attributes and content.
+`python_root` is a small real root: the running interpreter, some of its standard library, and a
+shell. `odd_tree` has every kind of name and attribute. `tree_of` returns the attributes and content
+of each path, for comparisons.
 """
 
 import errno
@@ -17,7 +17,8 @@ from pathlib import Path
 
 from bootseer.demo.root_file_system import build_base, shared_libraries
 
-# Most of what an interpreter brings: every test that starts an image on a fresh node reads it all.
+# Most of the standard library is removed: each test that starts an image on a fresh node reads all
+# of it.
 _UNUSED = (
     *("**/asyncio", "**/concurrent", "**/curses", "**/distutils", "**/ensurepip", "**/lib2to3"),
     *("**/multiprocessing", "**/pydoc_data", "**/sqlite3", "**/tkinter", "**/turtledemo"),
@@ -32,7 +33,7 @@ _USED = re.compile(
 
 
 def python_root(root: Path) -> Path:
-    """A small root file system in which `python3` runs, and imports what small programs do."""
+    """Make a small root file system in which `python3` runs small programs."""
     root.mkdir(parents=True, exist_ok=True)
     build_base(root)
     for path in [path for pattern in _UNUSED for path in root.glob(pattern)]:
@@ -49,7 +50,7 @@ def python_root(root: Path) -> Path:
     libraries = set(root.rglob("*.so*")).difference(modules)
     for path in libraries - needed:
         path.unlink()
-    # Some come with several times their size in what only debuggers read.
+    # Debug symbols can be several times as large as the rest of a file.
     if shutil.which("strip"):
         files = [*modules, *(libraries & needed), interpreter]
         subprocess.run(["strip", "--strip-unneeded", *files], check=True, timeout=60)
@@ -57,7 +58,7 @@ def python_root(root: Path) -> Path:
 
 
 def odd_tree(root: Path) -> Path:
-    """Names, kinds and attributes that a file system gets wrong first."""
+    """Make a tree with names, kinds and attributes that file systems often get wrong."""
     root.mkdir(parents=True, exist_ok=True)
     (root / "empty").touch()
     (root / "empty-dir").mkdir(mode=0o711)
@@ -93,14 +94,18 @@ def _xattr_names(path: bytes) -> list[str]:
     try:
         return sorted(os.listxattr(path, follow_symlinks=False))
     except OSError as error:
-        # A mounted image without any says so once, and is not asked again.
+        # A mounted image without attributes reports ENOTSUP once, and is not asked again.
         if error.errno == errno.ENOTSUP:
             return []
         raise
 
 
 def tree_of(root: Path) -> dict[bytes, tuple[object, ...]]:
-    """path -> (mode, owner, links, size, mtime, device, link target, xattrs, content digest)."""
+    """Return the attributes and content of each path below `root`.
+
+    The values are (mode, owner, links, size, mtime, device, link target, xattrs, content digest,
+    first name of the inode).
+    """
     found: dict[bytes, tuple[object, ...]] = {}
     first_names: dict[int, bytes] = {}
     top = os.fsencode(root)

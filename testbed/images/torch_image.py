@@ -1,9 +1,9 @@
 """Builds the image of the image cases: Debian, Python, torch, and a top layer with pandas.
 
-Each layer is the upper folder of an overlay in which the image's own dpkg, or pip, put the files;
-so it holds what a build of the same steps by a container engine would put into it. Written as an
-OCI layout with two tags: v1, and v2 whose top layer was built again from a changed script.
-Needs root (overlay, chroot), apt and pip. The result is kept under the digest of this recipe.
+Each layer is the upper folder of an overlay into which the image's own dpkg, or pip, put the files,
+as a build by a container engine does. The image is an OCI layout with two tags: v1, and v2 whose
+top layer was built again from a changed script. Needs root (overlay, chroot), apt and pip. The
+result is kept under the digest of this recipe.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from testbed.images.layout import GZIP_LEVEL, Layer, Layout
+from testbed.images.layout import GZIP_LEVEL, OciLayout, StoredLayer
 from testbed.images.workloads import READ_DATA_SCRIPT, data_file
 from testbed.needs import MissingError
 from testbed.packages import Packages
@@ -25,14 +25,14 @@ _PYTHON = "3.11"
 _TORCH = "torch==2.13.0+cpu"
 _TOP_PACKAGES = ("numpy", "pandas")
 _SITE = f"usr/local/lib/python{_PYTHON}/dist-packages"
-# The last word changes when what is done with the others does.
+# Change the last word when the building steps change.
 _RECIPE = (_SUITE, _PYTHON, _TORCH, *_TOP_PACKAGES, str(GZIP_LEVEL), "1")
 _STEP_DEADLINE_S = 900.0
 TAGS = ("v1", "v2")
 
 
 def torch_image(kept: Path, say: Callable[[str], None]) -> Path:
-    """The OCI layout, built if `kept` has none of this recipe. Raises: MissingError."""
+    """Return the OCI layout, built unless `kept` has one of this recipe. Raises: MissingError."""
     recipe = "\n".join([*_RECIPE, READ_DATA_SCRIPT, data_file()])
     layout = kept / f"image-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
     if not layout.is_dir():
@@ -42,14 +42,14 @@ def torch_image(kept: Path, say: Callable[[str], None]) -> Path:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         try:
-            _build(work, Layout(work / "layout"), Packages(kept / "packages"), say)
+            _build(work, OciLayout(work / "layout"), Packages(kept / "packages"), say)
             (work / "layout").rename(layout)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return layout
 
 
-def _build(work: Path, layout: Layout, packages: Packages, say: Callable[[str], None]) -> None:
+def _build(work: Path, layout: OciLayout, packages: Packages, say: Callable[[str], None]) -> None:
     layout.create()
     base, python, torch = work / "base", work / "python", work / "torch"
     say("image: layer 1 of 4: Debian")
@@ -61,7 +61,7 @@ def _build(work: Path, layout: Layout, packages: Packages, say: Callable[[str], 
     with _overlay(work, [python, base], torch) as root:
         _pip(root, _TORCH)
     common = [layout.add_tree(folder) for folder in (base, python, torch)]
-    images: dict[str, Sequence[Layer]] = {}
+    images: dict[str, Sequence[StoredLayer]] = {}
     for revision, tag in enumerate(TAGS, 1):
         say(f"image: layer 4 of 4: pandas, data and scripts, {tag}")
         top = work / tag
@@ -89,7 +89,7 @@ def _install_python(root: Path, packages: Packages) -> None:
     folder.mkdir()
     for package in packages.download_missing(_SUITE, ["python3"], root):
         shutil.copy(package, folder)
-    # In one go, in whatever order: what each needs first is there when all are unpacked.
+    # All packages at once: when all are unpacked, each finds its dependencies.
     unpack = "dpkg --unpack --force-depends /tmp/packages/*.deb && dpkg --configure -a"
     _step(["chroot", str(root), "sh", "-c", unpack], {"DEBIAN_FRONTEND": "noninteractive"})
     shutil.rmtree(folder)
@@ -98,19 +98,19 @@ def _install_python(root: Path, packages: Packages) -> None:
 
 
 def _pip(root: Path, *requirements: str) -> None:
-    """Install wheels for the image's Python, and compile them with it, as pip in it would do."""
+    """Install wheels for the image's Python, and compile them with it, as its pip would."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--root-user-action=ignore"]
     command += ["--disable-pip-version-check", "--no-cache-dir", "--no-compile"]
     command += ["--target", str(root / _SITE), "--python-version", _PYTHON]
     _step([*command, "--only-binary=:all:", *requirements], {"PYTHONPATH": ""})
-    # Wheels have files that no Python 3.11 can compile; pip, too, passes over these.
+    # Wheels hold files that Python 3.11 cannot compile; pip ignores these, too.
     compile_all = f"python3 -m compileall -qq /{_SITE} || true"
     _step(["chroot", str(root), "sh", "-c", compile_all], {})
 
 
 @contextlib.contextmanager
 def _overlay(work: Path, lowers: list[Path], upper: Path) -> Iterator[Path]:
-    """The merged tree; what is written there lands in `upper`."""
+    """Yield the merged tree of an overlay whose upper folder is `upper`."""
     root, scratch = work / "merged", work / "scratch"
     for folder in (root, scratch, upper):
         folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What the containers run, and the scripts that the image has for it. Declarations only."""
+"""Commands that the containers run, and the scripts that the image has for them."""
 
 import shlex
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One command in the image."""
+    """Command in the image, and its expected output."""
 
     name: str
     command: tuple[str, ...]
     output: str
-    """What it must print when all went well."""
+    """Expected output."""
 
     @property
     def shell_words(self) -> str:
-        """The command as a part of a line of shell."""
+        """Command quoted for a line of shell."""
         return shlex.join(self.command)
 
 
@@ -36,7 +36,7 @@ print(int(column.sum()))
 
 
 def data_file() -> str:
-    """A table as CSV, always the same: a counter and digits that compress about as numbers do."""
+    """Return a CSV table, always the same, that compresses about as measured numbers do."""
     lines = ["number,square,noise"]
     state = 1
     for number in range(1, DATA_ROW_COUNT + 1):

@@ -1,14 +1,14 @@
-"""Images with everything nasty in them that a container engine still unpacks.
+"""Images with odd and hostile layers that a container engine still unpacks.
 
-Layers are tars of every dialect: by hand, header for header, where no tool would write them so, and
-by GNU tar, bsdtar and Python where the point is what real tools write. `ZOO` maps a name to a
-function that makes the layers, each an uncompressed tar and how it is stored.
+Layers are tars of every dialect: written header by header where no tool would write them, and by
+GNU tar, bsdtar and Python where the tools' own output is tested. `ZOO` maps a name to a function
+that makes the layers, each an uncompressed tar and its compression.
 """
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from testbed.images.building import Layout
+from testbed.images.building import LayoutBuilder
 from testbed.images.zoo_layers import (
     Layers,
     attributes,
@@ -30,8 +30,8 @@ from testbed.images.zoo_stacks import (
 
 
 def write_zoo_layout(directory: Path, layers: Layers, *, gzip_only: bool = False) -> Path:
-    """An OCI layout of one image, tagged "latest"."""
-    layout = Layout(directory)
+    """Write an OCI layout of one image with these layers, tagged "latest"."""
+    layout = LayoutBuilder(directory)
     layout.add_image(
         [tar for tar, _ in layers],
         compression="gzip" if gzip_only else [compression for _, compression in layers],

@@ -1,4 +1,4 @@
-"""Layers of `image_zoo`, each odd by itself: dialects, tools, attributes and names."""
+"""Layers of `zoo` that are odd by themselves: dialects, tools, attributes and names."""
 
 import os
 import struct
@@ -11,15 +11,16 @@ from testbed.images.building import Member, tar_of
 from testbed.images.odd_tars import END, GNU, TIME, V7, block, gnu_long, pax, tool_tar
 
 Layers: TypeAlias = Sequence[tuple[bytes, str]]
-"""(uncompressed tar, compression as `images.compress` names it), the lowest first."""
+"""(uncompressed tar, compression as `building.compress` names it), the lowest layer first."""
 
 
 FILE_CAPABILITY = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0)
-"""security.capability: cap_net_bind_service=ep, as setcap writes it (linux/capability.h)."""
+"""Value of security.capability: cap_net_bind_service=ep, as setcap writes it
+(linux/capability.h)."""
 
 
 def dialects(work: Path) -> Layers:
-    """One layer in each way to write a header."""
+    """Return layers with headers in each dialect of tar."""
     v7 = (
         block(b"v7/", b"\0", magic=V7, mode=0o755)
         + block(b"v7/file", b"\0", b"old", magic=V7, uid=3)
@@ -33,7 +34,7 @@ def dialects(work: Path) -> Layers:
         + block(b"ustar/null", b"3", device=(1, 3), mode=0o666)
         + block(b"ustar/disk", b"4", device=(259, 70_000), mode=0o660, gid=6)
         + block(b"ustar/pipe", b"6", mode=0o620)
-        # A file whatever its name ends with: only what is older than ustar means a directory.
+        # A file in spite of the slash: only formats older than ustar mean a directory by it.
         + block(b"ustar/slash/", b"0", b"file")
         + END
     )
@@ -83,7 +84,7 @@ def dialects(work: Path) -> Layers:
 
 
 def tools(work: Path) -> Layers:
-    """One tree, as GNU tar, bsdtar and Python write it in each of their formats."""
+    """Return layers with one tree, in each format that GNU tar, bsdtar and Python write."""
     tree = work / "tree"
     tree.mkdir()
     (tree / "small").write_bytes(b"small")
@@ -129,7 +130,7 @@ def tools(work: Path) -> Layers:
 
 
 def attributes(work: Path) -> Layers:
-    """Modes, owners, times and extended attributes at their limits."""
+    """Return layers with modes, owners, times and extended attributes at their limits."""
     layer = block(b"./", b"5", mode=0o1700, uid=5, gid=6)
     for mode in (0, 0o1, 0o777, 0o4755, 0o2755, 0o6711, 0o1644, 0o7777, 0o100644):
         layer += block(b"file-%o" % mode, data=b"m", mode=mode, uid=mode, gid=1)
@@ -172,7 +173,7 @@ def attributes(work: Path) -> Layers:
 
 
 def names(work: Path) -> Layers:
-    """Names that are odd, long, doubled, unclean, or whose folders nobody mentions."""
+    """Return a layer with odd, long, repeated and unclean names, and without some folders."""
     layer = b"".join(
         (
             block(b"/absolute", data=b"1"),
@@ -219,6 +220,6 @@ def names(work: Path) -> Layers:
 
 
 def global_headers(work: Path) -> Layers:
-    """What git archive and bsdtar may put first."""
+    """Return a layer with a global header, as git archive and bsdtar may write."""
     records = {b"comment": b"x", b"uid": b"77", b"mtime": b"5", b"SCHILY.xattr.user.g": b"1"}
     return [(pax(records, b"g") + block(b"file", data=b"1") + END, "gzip")]

@@ -1,4 +1,4 @@
-"""Layers of `image_zoo` that change one another: whiteouts, links, and very many."""
+"""Layers of `zoo` that change one another: whiteouts, links, and very many."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from testbed.images.zoo_layers import Layers
 
 
 def changes(work: Path) -> Layers:
-    """Whiteouts, opaque folders, and one kind of name over another."""
+    """Return layers with whiteouts, opaque folders, and one kind of name over another."""
     lower = b"".join(
         (
             block(b"opaque/", b"5", mode=0o755),
@@ -91,7 +91,7 @@ def changes(work: Path) -> Layers:
 
 
 def links(work: Path) -> Layers:
-    """Hard links: chains, to links, replaced, and what their own entries say."""
+    """Return layers with hard links: chains, to symbolic links, and to replaced files."""
     first = b"".join(
         (
             block(b"a", data=b"chain", uid=1),
@@ -134,7 +134,7 @@ def links(work: Path) -> Layers:
 
 
 def links_below(work: Path) -> Layers:
-    """Hard links to what only lower layers have."""
+    """Return layers with hard links to files that only lower layers have."""
     first = b"".join(
         (
             block(b"a", data=b"1", uid=1, mode=0o600),
@@ -157,7 +157,7 @@ def links_below(work: Path) -> Layers:
 
 
 def contested(work: Path) -> Layers:
-    """On what follows, the peers differ among themselves, or from the specification."""
+    """Return layers on which other programs differ from one another or from the specification."""
     lower = b"".join(
         (
             block(b"again/", b"5", mode=0o755),
@@ -188,19 +188,19 @@ def contested(work: Path) -> Layers:
 
 
 def opaque_root(work: Path) -> Layers:
-    """A layer that hides all below."""
+    """Return a layer below one that hides everything."""
     lower = block(b"old", data=b"1") + block(b"folder/old", data=b"2")
     return [(lower + END, "gzip"), (block(b".wh..wh..opq") + block(b"new") + END, "gzip")]
 
 
 def random_stacks(work: Path) -> Layers:
-    """Four layers of 200 small trees of few names, so that about everything collides."""
+    """Return four layers of 200 small random trees with few names, so that names collide."""
     tars = random_layers(seed=1, tree_count=200)
     return list(zip(tars, ("gzip", "zstd", "none", "members"), strict=True))
 
 
 def many_files(work: Path) -> Layers:
-    """3,000 files in a folder; some change, some go."""
+    """Return a layer with 3,000 files in a folder, and one that changes and removes some."""
     lower = block(b"many/", b"5", mode=0o755)
     lower += b"".join(block(b"many/%05d" % n, data=b"%d" % n) for n in range(3_000))
     upper = b"".join(block(b"many/%05d" % n, data=b"new") for n in range(0, 3_000, 150))
@@ -209,7 +209,7 @@ def many_files(work: Path) -> Layers:
 
 
 def many_layers(work: Path) -> Layers:
-    """100 layers, some of them empty, that change one another."""
+    """Return 100 layers, some of them empty, that change one another."""
     layers = []
     for number in range(100):
         if number % 7 == 3:

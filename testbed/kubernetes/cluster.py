@@ -1,7 +1,7 @@
-"""`Cluster`: a real Kubernetes on this machine, with a registry and an HDFS, until it is closed.
+"""`KubernetesCluster`: a real Kubernetes on this machine, with a registry and an HDFS.
 
-The control plane runs on the lan's machine, each kubelet on a node. Tests speak to it by kubectl.
-What it leaves when the test is killed is removed by the next one: see `machine`.
+The control plane runs on the machine `lan`, each kubelet on a node. Tests talk to it by kubectl. A
+cluster whose test was killed is removed by the next one (see `machine`).
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from testbed.kubernetes.programs import (
     release,
 )
 from testbed.needs import MissingError
-from testbed.waiting import looks, wait_for
+from testbed.waiting import polling, wait_for
 
 _PREFIX = "bootseer-kubernetes-"
 _READY_DEADLINE_S = 120.0
@@ -44,7 +44,7 @@ _TOOLS = ("dpkg-source", "docker-registry", "gcc", "iptables", "java", "runc", "
 
 
 def missing_reason() -> str:
-    """Why no cluster can run here; empty when one can."""
+    """Return the reason why no cluster can run here, or ""."""
     if os.geteuid() != 0:
         return "a cluster needs root"
     absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
@@ -55,13 +55,13 @@ def missing_reason() -> str:
     return ""
 
 
-class Cluster(Closing):
-    """Two nodes unless told otherwise. `folder` is removed when it is closed."""
+class KubernetesCluster(Closing):
+    """A Kubernetes of `node_count` nodes until closed; `folder` is removed at the end."""
 
     def __init__(self, *, node_count: int = 2, say: Callable[[str], None] = print) -> None:
-        """Start all, and return when every node is ready.
+        """Start all programs, and return when every node is ready.
 
-        Raises: MissingError saying what is missing; AssertionError with the logs' ends.
+        Raises: MissingError; AssertionError with the ends of the logs.
         """
         reason = missing_reason()
         if reason:
@@ -78,7 +78,7 @@ class Cluster(Closing):
         self.environment = {
             "PATH": search_path,
             "KUBECONFIG": str(settings.kubeconfig(self.folder, "admin")),
-            # Programs of Go ask nobody but the cluster.
+            # Go programs must not use a proxy for the cluster.
             "HTTP_PROXY": "", "HTTPS_PROXY": "", "http_proxy": "", "https_proxy": "",
             "OTEL_TRACES_EXPORTER": "none",
         }  # fmt: skip
@@ -123,10 +123,10 @@ class Cluster(Closing):
         self.lan.daemon(name, *command, env=self.environment)
 
     def power_on(self, node: ClusterNode) -> None:
-        """Switch a node on; its kubelet comes by itself. `wait_ready` waits for it."""
+        """Switch a node on; `wait_ready` waits for its kubelet."""
         settings.write_node_files(node, self.programs)
         node.start([other for other in self.nodes if other is not node])
-        # Each comes back after its end, as by systemd's `Restart=always`.
+        # Each program is restarted after its end, as by systemd's `Restart=always`.
         forever = ("sh", "-c", 'while :; do "$@"; sleep 1; done', "sh")
         for name, command in (
             ("containerd", ["containerd"]),
@@ -136,15 +136,15 @@ class Cluster(Closing):
             node.daemon(name, *forever, *command, env=self.environment)
 
     def release(self, program: str) -> tuple[int, int]:
-        """Major and minor number of one of the cluster's programs."""
+        """Return major and minor number of one of the cluster's programs."""
         return release(program, self.environment["PATH"])
 
     def power_off(self, node: ClusterNode) -> None:
-        """As if the power failed: nothing on the node does another step."""
+        """Kill everything on the node at once, as a power failure does."""
         node.kill()
 
     def wipe(self, node: ClusterNode) -> None:
-        """Replace a node by a new one of the same name, with an empty disk, and wait for it."""
+        """Replace a node by a new one of the same name with an empty disk, and wait for it."""
         node.kill()
         node.wipe()
         self.kubectl("delete", "node", node.name)
@@ -157,7 +157,7 @@ class Cluster(Closing):
         self._wait("all nodes ready", lambda: all(map(self.is_ready, on)))
 
     def is_ready(self, node: ClusterNode) -> bool:
-        """Whether the API server takes the node for ready."""
+        """Return whether the API server considers the node ready."""
         done = self.try_kubectl("get", "node", node.name, "--output", "json")
         if done.returncode != 0:
             return False
@@ -165,7 +165,7 @@ class Cluster(Closing):
         return any(each["type"] == "Ready" and each["status"] == "True" for each in found)
 
     def close(self) -> None:
-        """End everything, and remove all that it had. Idempotent."""
+        """End all programs, and remove all their files. Idempotent."""
         if self._hdfs is not None:
             with contextlib.suppress(Exception):
                 self._hdfs.stop()
@@ -176,7 +176,7 @@ class Cluster(Closing):
         self._lock.close()
 
     def logs(self) -> str:
-        """The ends of all programs' logs, for a test that failed."""
+        """Return the ends of all programs' logs, for the message of a failed test."""
         parts = []
         for machine in (self.lan, *self.nodes):
             for path in sorted(machine.logs.glob("*.log")):
@@ -188,7 +188,7 @@ class Cluster(Closing):
     def try_kubectl(
         self, *arguments: str | Path, text: str | None = None, timeout_s: float = 120.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run kubectl as an administrator."""
+        """Run kubectl as an administrator, and return its result."""
         command = ("kubectl", "--request-timeout=60s", *arguments)
         return self.lan.run(
             *command, text=text, timeout_s=timeout_s, check=False, env=self.environment
@@ -200,14 +200,14 @@ class Cluster(Closing):
     def kubectl(
         self, *arguments: str | Path, text: str | None = None, timeout_s: float = 120.0
     ) -> str:
-        """What kubectl prints. Raises: AssertionError with its words when it fails."""
+        """Run kubectl and return its output. Raises: AssertionError with its stderr if it fails."""
         done = self.try_kubectl(*arguments, text=text, timeout_s=timeout_s)
         words = f"kubectl {' '.join(map(str, arguments))}: {done.stderr.strip()}"
         assert done.returncode == 0, words
         return done.stdout
 
     def apply(self, *documents: Mapping[str, Any] | str | Path) -> None:
-        """Apply objects, their YAML, or a file of it."""
+        """Apply objects, their YAML, or a file of YAML."""
         for document in documents:
             if isinstance(document, Path):
                 self.kubectl("apply", "--filename", document)
@@ -216,25 +216,25 @@ class Cluster(Closing):
                 self.kubectl("apply", "--filename", "-", text=text)
 
     def get(self, kind: str, name: str, namespace: str = "default") -> dict[str, Any]:
-        """One object."""
+        """Return one object."""
         arguments = ("get", kind, name, "--namespace", namespace, "--output", "json")
         return json.loads(self.kubectl(*arguments))  # type: ignore[no-any-return]
 
     def serves(self, api: str) -> bool:
-        """Whether the API server has a kind of objects: `batch/v1/CronJob`."""
+        """Return whether the API server has a kind of objects, such as `batch/v1/CronJob`."""
         version, _, kind = api.rpartition("/")
         done = self.try_kubectl("get", "--raw", f"/apis/{version}")
         found = json.loads(done.stdout)["resources"] if done.returncode == 0 else []
         return any(one["kind"] == kind for one in found)
 
     def list(self, kind: str, *options: str) -> list[dict[str, Any]]:
-        """Objects, of all namespaces unless the options name one."""
+        """Return objects, of all namespaces unless the options name one."""
         options = options or ("--all-namespaces",)
         found = json.loads(self.kubectl("get", kind, *options, "--output", "json"))
         return found["items"]  # type: ignore[no-any-return]
 
     def events(self, name: str, namespace: str = "default") -> str:
-        """What was said of an object, a line for each event."""
+        """Return the events of an object, a line for each."""
         option = f"--field-selector=involvedObject.name={name}"
         found = self.list("events", option, "--namespace", namespace)
         return "\n".join(f"{each['reason']}: {each['message']}" for each in found)
@@ -242,8 +242,8 @@ class Cluster(Closing):
     def wait_pod(
         self, name: str, *phases: str, namespace: str = "default", timeout_s: float = 120.0
     ) -> dict[str, Any]:
-        """The pod, as soon as it is in one of these phases; fails when it ends in another."""
-        for _ in looks(timeout_s, 0.2):
+        """Wait until the pod is in one of `phases`, and return it; fail if it ends in another."""
+        for _ in polling(timeout_s, 0.2):
             pod = self.get("pod", name, namespace)
             phase = pod["status"].get("phase")
             if phase in phases:
@@ -256,18 +256,18 @@ class Cluster(Closing):
 
     def _wait(self, what: str, condition: Callable[[], object]) -> None:
         try:
-            wait_for(condition, what, timeout_s=_READY_DEADLINE_S, look_s=0.3)
+            wait_for(condition, what, timeout_s=_READY_DEADLINE_S, interval_s=0.3)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
     def ctr(self, node: ClusterNode, *arguments: str) -> str:
-        """What containerd's own client prints on a node, of what Kubernetes has there."""
+        """Run `ctr` on a node in Kubernetes' namespace, and return its output."""
         return node.run("ctr", "-n", "k8s.io", *arguments, env=self.environment).stdout
 
     # ---- registry and HDFS ---------------------------------------------------------------------
 
     def push(self, image: tuple[Path, str], name: str) -> str:
-        """Put an image, a tag of an OCI layout, into the registry; returns its name for pods."""
+        """Copy an image, a tag of an OCI layout, to the registry; return its name for pods."""
         layout, tag = image
         where = f"{settings.REGISTRY}/{name}"
         copy = ("skopeo", "--insecure-policy", "copy", "--quiet", "--preserve-digests")
@@ -284,7 +284,7 @@ class Cluster(Closing):
 
     @property
     def hdfs(self) -> MiniHdfs:
-        """An HDFS that nodes and pods reach, started when it is first asked for."""
+        """HDFS that nodes and pods reach, started at its first use."""
         if self._hdfs is None:
             launcher = self.lan.entering(["env"])
             self._hdfs = MiniHdfs(
@@ -295,7 +295,7 @@ class Cluster(Closing):
 
 
 def sweep() -> None:
-    """Remove what clusters left whose test was killed: all their processes have ended with it."""
+    """Remove the files of clusters whose test was killed; their processes ended with the test."""
     for folder in Path("/tmp").glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
-"""The images that the tests run, as OCI layouts: a shell, a trainer, and bootseer-node.
+"""Images that the tests run, as OCI layouts: a shell, a trainer, and bootseer-node.
 
-Nothing of Bootseer is in the first two, and the trainer is of ordinary size. They are kept in the
+The first two hold nothing of Bootseer, and the trainer has an ordinary size. They are kept in the
 cache's folder.
 """
 
@@ -13,20 +13,21 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from testbed.containers.node_image import NAME, node_image
-from testbed.images.layout import Layout
+from testbed.images.layout import OciLayout
 from testbed.images.torch_image import TAGS, torch_image
 from testbed.kubernetes.programs import LOCK_S, cache_folder
 from testbed.needs import MissingError
 from testbed.packages import Packages
 from testbed.waiting import locked
 
-# Beside torch and pandas, what many a trainer has: together more than half a gigabyte, compressed.
+# Packages of many trainers besides torch and pandas: together more than half a gigabyte,
+# compressed.
 _PACKAGES = ("transformers", "scipy", "scikit-learn", "pyarrow", "opencv-python-headless")
 _PYTHON = "3.11"
 _SITE = f"usr/local/lib/python{_PYTHON}/dist-packages"
 _PIP_DEADLINE_S = 900.0
 _CONFIG = ("--config.env=PATH=/usr/local/bin:/usr/bin:/bin", "--config.workingdir=/job")
-# What a user's trainer does: it knows the folder of its checkpoints, and nothing of Bootseer.
+# A user's trainer, which knows the folder of its checkpoints and nothing of Bootseer.
 _TRAINER = '''"""Trains until it is told to stop, and saves a checkpoint now and then."""
 
 import argparse
@@ -73,7 +74,7 @@ print("ended at", step, flush=True)
 
 
 def shell_image() -> tuple[Path, str]:
-    """A layout with busybox alone, and its tag."""
+    """Return a layout with busybox alone, and its tag."""
     cache = cache_folder() / "images"
     layout = cache / "shell"
     with _locked(cache):
@@ -84,7 +85,7 @@ def shell_image() -> tuple[Path, str]:
             (tree / "bin").mkdir(parents=True)
             (tree / "tmp").mkdir()
             (tree / "etc").mkdir()
-            # A static program cannot load the other ways to look up names.
+            # A static program cannot load other name services.
             (tree / "etc/nsswitch.conf").write_text("hosts: files\n")
             program = tree / "bin/busybox"
             shutil.copy(busybox / "bin/busybox", program)
@@ -99,7 +100,7 @@ def shell_image() -> tuple[Path, str]:
 
 
 def trainer_image(say: Callable[[str], None]) -> tuple[Path, str]:
-    """A layout with Python, torch, pandas and more, and a program that saves checkpoints."""
+    """Return a layout with Python, torch and a program that saves checkpoints; and its tag."""
     cache = cache_folder() / "images"
     layout = cache / "trainer"
     with _locked(cache):
@@ -109,9 +110,9 @@ def trainer_image(say: Callable[[str], None]) -> tuple[Path, str]:
             work = _emptied(cache / "trainer-work")
             shutil.copytree(base, work / "layout", copy_function=os.link)
             (work / "layout/index.json").unlink()
-            target = Layout(work / "layout")
+            target = OciLayout(work / "layout")
             _pip(work / "packages" / _SITE)
-            layers = [*Layout(base).layers(TAGS[0]), target.add_tree(work / "packages")]
+            layers = [*OciLayout(base).layers(TAGS[0]), target.add_tree(work / "packages")]
             program = work / "program/job"
             program.mkdir(parents=True)
             (program / "train.py").write_text(_TRAINER)
@@ -123,7 +124,7 @@ def trainer_image(say: Callable[[str], None]) -> tuple[Path, str]:
 
 
 def bootseer_image() -> tuple[Path, str]:
-    """The image of Bootseer's own pods, of this checkout."""
+    """Return the layout and tag of this checkout's image of Bootseer's pods."""
     cache = cache_folder() / "images"
     with _locked(cache):
         return node_image(cache), NAME
@@ -153,7 +154,7 @@ def _pip(target: Path) -> None:
 def build_image(
     layout: Path, tag: str, trees: dict[Path, str], config: list[str] | None = None
 ) -> None:
-    """An image in a new OCI layout, a layer for each tree, by umoci."""
+    """Make an image in a new OCI layout by umoci, with a layer for each tree."""
     image = f"{layout}:{tag}"
     _umoci("init", "--layout", str(layout))
     _umoci("new", "--image", image)

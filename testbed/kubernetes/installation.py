@@ -1,4 +1,4 @@
-"""Bootseer on the cluster: its chart installed by Helm with values, waited for, removed."""
+"""Bootseer on the cluster: installs its chart by Helm, waits for it, removes it."""
 
 import json
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 from testbed.containers.chart import CHART, NAMESPACE
 from testbed.containers.helm import helm_program
-from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.cluster import KubernetesCluster
 from testbed.kubernetes.machine import ClusterNode
 from testbed.waiting import wait_for
 
@@ -15,10 +15,10 @@ _DEADLINE_S = 300.0
 
 
 class Installation:
-    """A release of the chart, on a cluster with a store on its HDFS."""
+    """Release of the chart on a cluster, with a store on the cluster's HDFS."""
 
-    def __init__(self, cluster: Cluster, image: str) -> None:
-        """From an image in its registry. Raises: MissingError where Helm cannot be had."""
+    def __init__(self, cluster: KubernetesCluster, image: str) -> None:
+        """Prepare a release of an image in the cluster's registry. Raises: MissingError."""
         self.cluster, self.image = cluster, image
         self._helm = helm_program()
         repository, _, tag = image.rpartition(":")
@@ -26,14 +26,13 @@ class Installation:
         self._values: dict[str, Any] = {
             "image": {"repository": repository, "tag": tag},
             "settings": {"store": self.store},
-            # The nodes have no systemd: what runs containerd starts it again.
+            # The nodes have no systemd: the loop that runs containerd restarts it.
             "containerd": {"restartCommand": "kill {pid}"},
             "metrics": {"dashboard": False},
         }
 
     def apply(self, values: Mapping[str, Any] | None = None) -> float:
-        """Install it or upgrade to it, with further values; returns the seconds until all of it
-        was ready."""
+        """Install or upgrade with further values; return the seconds until everything was ready."""
         began_s = time.monotonic()
         where = ("upgrade", "--install", "bootseer", str(CHART), "--create-namespace")
         text = json.dumps({**self._values, **(values or {})})
@@ -42,7 +41,7 @@ class Installation:
         return time.monotonic() - began_s
 
     def helm(self, *arguments: str, text: str | None = None) -> str:
-        """What Helm prints. Raises: AssertionError with its words when it fails."""
+        """Run Helm and return its output. Raises: AssertionError with its stderr if it fails."""
         where, environment = ("--namespace", NAMESPACE), self.cluster.environment
         done = self.cluster.lan.run(
             self._helm, *arguments, *where, text=text, timeout_s=_DEADLINE_S, env=environment
@@ -50,16 +49,16 @@ class Installation:
         return done.stdout
 
     def wait_ready(self) -> None:
-        """Wait until every pod of ours is ready, on every node that is on."""
+        """Wait until every pod of Bootseer is ready, on every node that is on."""
         try:
             wait_for(
-                lambda: not self.unready(), "Bootseer ready", timeout_s=_DEADLINE_S, look_s=0.5
+                lambda: not self.unready(), "Bootseer ready", timeout_s=_DEADLINE_S, interval_s=0.5
             )
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.unready()}\n{self.logs()}") from None
 
     def unready(self) -> list[str]:
-        """What is not as it should be, by name."""
+        """Return the DaemonSets and Deployments that are not ready, with their counts."""
         found = []
         for one in self.cluster.list("daemonsets,deployments", "--namespace", NAMESPACE):
             status, name = one["status"], one["metadata"]["name"]
@@ -74,7 +73,7 @@ class Installation:
         return found
 
     def pod_of(self, component: str, node: ClusterNode | None = None) -> str:
-        """The name of a pod of ours, on a node."""
+        """Return the name of a pod of a component, on a node if one is given."""
         label = f"--selector=app.kubernetes.io/component={component}"
         for pod in self.cluster.list("pods", label, "--namespace", NAMESPACE):
             is_there = node is None or pod["spec"].get("nodeName") == node.name
@@ -83,7 +82,7 @@ class Installation:
         raise AssertionError(f"no pod of {component} on {node and node.name}")
 
     def logs(self) -> str:
-        """The ends of all logs of ours, and what was said of the pods."""
+        """Return the ends of all logs of Bootseer's pods, and the pods' events."""
         said = []
         for pod in self.cluster.list("pods", "--namespace", NAMESPACE):
             name = pod["metadata"]["name"]
@@ -94,17 +93,17 @@ class Installation:
         return "\n".join(said)
 
     def remove(self) -> None:
-        """Uninstall it, and wait until no pod is left."""
+        """Uninstall the chart, and wait until no pod is left."""
         self.helm("uninstall", "bootseer")
         wait_for(
             lambda: not self.cluster.list("pods", "--namespace", NAMESPACE),
             "the end of all pods",
             timeout_s=_DEADLINE_S,
-            look_s=0.5,
+            interval_s=0.5,
         )
 
     def mounts(self, node: ClusterNode) -> list[str]:
-        """Mount points on the node that are ours, or that ours left dead."""
+        """Return the mount points of Bootseer on the node, dead ones included."""
         shown = node.run("cat", "/proc/self/mountinfo").stdout
         found = []
         for line in shown.splitlines():

@@ -1,10 +1,10 @@
-"""A machine of the cluster: namespaces and cgroups of its own, and a folder that is its disk.
+"""Machines of the cluster: each has namespaces, cgroups, and a folder that is its disk.
 
-`Lan` is what all machines are joined by, and is itself the machine of the control plane: a network
-namespace with a bridge, and a process namespace in which those of all nodes lie. The end of its
-first process is the end of everything, and it ends with the thread that made it; so a killed test
-leaves folders and empty cgroups, which the next one removes, and nothing of the machine's own
-network is touched. Not thread-safe, but commands may be run from several threads.
+`Lan` is the network of all machines, and the machine of the control plane: a network namespace with
+a bridge, and a process namespace that holds those of all nodes. The end of its first process ends
+everything, and it ends with the thread that made it. A killed test therefore leaves only folders
+and empty cgroups, which the next test removes, and the machine's own network is never changed. Not
+thread-safe, but commands may be run from several threads.
 """
 
 import contextlib
@@ -17,23 +17,24 @@ from pathlib import Path
 
 from bootseer.base.closing import Closing
 from testbed.needs import MissingError
-from testbed.processes import ending_with_us, process_tree
-from testbed.waiting import looks, wait_started
+from testbed.processes import killed_with_parent, process_tree
+from testbed.waiting import polling, wait_started
 
 CGROUPS = Path("/sys/fs/cgroup")
 GROUP = "bootseer-kubernetes"
 ADDRESS = "10.77.0.1"
-"""The address of the control plane, of the registry and of HDFS."""
+"""Address of the control plane, the registry and HDFS."""
 
 _START_DEADLINE_S = 20.0
 _COMMAND_DEADLINE_S = 120.0
-# Kubelets set these for the whole machine. On a node they are files, whose writing changes nothing.
+# Kubelets set these for the whole machine. On a node they are ordinary files, so that writing them
+# changes nothing.
 _KERNEL_SETTINGS = (
     "vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops",
     "kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes",
 )  # fmt: skip
 
-# What others have mounted on this machine would live as long as a copy of it.
+# A copy of this machine's FUSE mounts would keep them alive.
 _LEAVE_MOUNTS = """awk '$3 ~ /^fuse/ {print $2}' /proc/self/mounts |
   while read -r mount; do umount -l "$mount" || true; done
 """
@@ -77,8 +78,8 @@ exec "$init"
 """
 
 
-class Machine(Closing):
-    """A first process in new namespaces, from `start` to `kill`."""
+class ClusterMachine(Closing):
+    """First process in new namespaces, from `start` to `kill`."""
 
     _namespaces: tuple[str, ...] = ()
     _enters: tuple[str, ...] = ()
@@ -98,7 +99,7 @@ class Machine(Closing):
 
     @property
     def is_on(self) -> bool:
-        """Whether its first process lives."""
+        """Whether the machine's first process lives."""
         return self._root is not None and self._root.poll() is None
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -106,7 +107,7 @@ class Machine(Closing):
             make_group(CGROUPS / hierarchy / self._group)
         with (self.logs / "init.log").open("ab") as log:
             self._root = subprocess.Popen(
-                self._in_groups(ending_with_us(command)), stdin=subprocess.DEVNULL, stdout=log,
+                self._in_groups(killed_with_parent(command)), stdin=subprocess.DEVNULL, stdout=log,
                 stderr=log, env={**os.environ, **environment}, start_new_session=True,
             )  # fmt: skip
         root = self._root
@@ -124,7 +125,7 @@ class Machine(Closing):
         self.pid = found[-1]
 
     def entering(self, command: Sequence[str | Path], *, in_group: bool = True) -> list[str]:
-        """A command that runs another on the machine."""
+        """Return a command that runs `command` on the machine."""
         words = ["nsenter", "--target", str(self.pid), *self._enters, "--", *map(str, command)]
         return self._in_groups(words) if in_group else words
 
@@ -144,7 +145,7 @@ class Machine(Closing):
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the machine, with `text` as its input.
 
-        Raises: AssertionError with its words when it fails, unless told not to check.
+        Raises: AssertionError with its output if `check` and it fails.
         """
         given = {"input": text} if text is not None else {"stdin": subprocess.DEVNULL}
         done = subprocess.run(
@@ -157,20 +158,20 @@ class Machine(Closing):
         return done
 
     def daemon(self, name: str, *command: str | Path, env: Mapping[str, str] | None = None) -> None:
-        """Run a program for as long as the machine is on; its words go to `logs`."""
+        """Run a program as long as the machine is on; its output goes to `logs`."""
         with (self.logs / f"{name}.log").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
-                ending_with_us(self.entering(command)), stdin=subprocess.DEVNULL, stdout=log,
+                killed_with_parent(self.entering(command)), stdin=subprocess.DEVNULL, stdout=log,
                 stderr=log, env={**os.environ, **(env or {})}, start_new_session=True,
             )  # fmt: skip
 
     def log(self, name: str, size: int = 3000) -> str:
-        """The end of what a program has said."""
+        """Return the end of a program's log."""
         path = self.logs / f"{name}.log"
         return path.read_text(errors="replace")[-size:] if path.exists() else ""
 
     def kill(self) -> None:
-        """End the first process and thereby all others, at once, as if the power failed."""
+        """Kill the first process and thereby all others at once, as a power failure does."""
         root, self._root = self._root, None
         if root is not None:
             if self.pid:
@@ -192,20 +193,22 @@ class Machine(Closing):
         self.kill()
 
 
-class Lan(Machine):
-    """The network of all machines, and the machine of the control plane."""
+class Lan(ClusterMachine):
+    """Network of all machines, and machine of the control plane."""
 
     _enters = ("--mount", "--pid", "--net")
 
     def start(self) -> None:
-        """Begin with a bridge that has the address of the control plane."""
+        """Start the machine with a bridge that has the address of the control plane."""
         new = ["unshare", "--mount", "--pid", "--net", "--fork", "--kill-child"]
         self._start([*new, "sh", "-c", _LAN_SCRIPT, "sh", str(self._init)], {})
 
 
-class ClusterNode(Machine):
-    """A machine on the bridge, with the address 10.77.0.(10 + number), whose pods have addresses
-    of 10.88.(number).0/24."""
+class ClusterNode(ClusterMachine):
+    """Node on the bridge, with the address 10.77.0.(10 + number).
+
+    Its pods have addresses of 10.88.(number).0/24.
+    """
 
     _enters = ("--mount", "--pid", "--net", "--cgroup", "--uts")
 
@@ -217,13 +220,13 @@ class ClusterNode(Machine):
         self.pods = f"10.88.{number}.0/24"
 
     def start(self, others: Sequence["ClusterNode"]) -> None:
-        """Switch the machine on, with routes to the pods of the others, and theirs to its own."""
+        """Switch the node on, with routes between its pods and those of the others."""
         own = ["unshare", "--mount", "--pid", "--net", "--cgroup", "--uts", "--fork"]
         own += ["--kill-child", "--propagation", "private"]
         script = ["sh", "-c", _NODE_SCRIPT, "sh", str(self._init), str(self.disk), *hierarchies()]
         command = self.lan.entering([*own, *script], in_group=False)
         self._start(command, {"SETTINGS": " ".join(_KERNEL_SETTINGS)})
-        # The pid as the lan's own processes see it.
+        # The process id in the lan's process namespace.
         (status,) = (
             line.split()
             for line in Path(f"/proc/{self.pid}/status").read_text().splitlines()
@@ -244,7 +247,7 @@ class ClusterNode(Machine):
             self.run("ip", "route", "add", other.pods, "via", other.address)
 
     def wipe(self) -> None:
-        """Remove everything from the disk of a machine that is off."""
+        """Remove everything from the disk of a node that is off."""
         assert not self.is_on, f"{self.name} is on"
         remove_folder(self.disk)
         self.disk.mkdir()
@@ -257,13 +260,13 @@ def _program(pid: int) -> Path | None:
 
 
 def hierarchies() -> list[str]:
-    """The hierarchies of cgroups, of version 1."""
+    """Return the names of the version 1 hierarchies of cgroups."""
     return [path.name for path in sorted(CGROUPS.iterdir()) if (path / "cgroup.procs").exists()
             and path.name != "unified"]  # fmt: skip
 
 
 def make_group(folder: Path) -> None:
-    """A cgroup with those above it; of `cpuset`, one that may use what its parent may."""
+    """Make a cgroup and its parents; its cpuset allows all that its parent's allows."""
     for each in [*reversed(folder.parents), folder]:
         if len(each.parts) > len(CGROUPS.parts) + 1:
             each.mkdir(exist_ok=True)
@@ -273,8 +276,8 @@ def make_group(folder: Path) -> None:
 
 
 def remove_group(folder: Path) -> None:
-    """Remove a cgroup with those in it, as soon as their last processes have gone."""
-    for _ in looks(_START_DEADLINE_S):
+    """Remove a cgroup and its children as soon as their last processes have gone."""
+    for _ in polling(_START_DEADLINE_S):
         for each, _, _ in os.walk(folder, topdown=False):
             with contextlib.suppress(OSError):
                 Path(each).rmdir()
@@ -283,9 +286,9 @@ def remove_group(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a disk, also what was made immutable; mounts of ended namespaces may take a moment."""
+    """Remove a disk, immutable files included; waits for mounts of ended namespaces."""
     subprocess.run(["chattr", "-R", "-f", "-i", str(folder)], capture_output=True, check=False)
-    for _ in looks(_START_DEADLINE_S, 0.1):
+    for _ in polling(_START_DEADLINE_S, 0.1):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             return

@@ -1,4 +1,4 @@
-"""Objects that tests apply. Pure."""
+"""Objects of Kubernetes that tests apply. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ def pod(
     annotations: Mapping[str, str] | None = None,
     **spec: Any,
 ) -> dict[str, Any]:
-    """A pod that runs a script of the shell once."""
+    """Return a pod that runs a shell script once."""
     container = {"name": "main", "image": image, "command": ["sh", "-c", script]}
     found: dict[str, Any] = {
         "apiVersion": "v1", "kind": "Pod",

@@ -1,8 +1,8 @@
 """The programs of a Kubernetes cluster: built once from Debian's source package, then kept.
 
-Debian has the source of Kubernetes 1.20.2 with everything that it is built of, and packages of
-kubectl only; so the rest is built here, by the Go of the same release, without any network. Nothing
-is installed. Safe in parallel processes; a build that was killed goes on where its cache stands.
+Debian has the source of Kubernetes 1.20.2 with all its dependencies, but a package of kubectl only.
+The other programs are built here, by the Go of the same release, without a network. Nothing is
+installed. Safe in parallel processes; a killed build continues from its cache.
 """
 
 import os
@@ -17,52 +17,53 @@ from testbed.packages import Packages
 from testbed.waiting import locked
 
 CACHE_VARIABLE = "BOOTSEER_TEST_KUBERNETES"
-"""Names the folder in which packages, binaries and images are kept between runs."""
+"""Variable that names the folder in which packages, programs and images are kept between runs."""
 PROGRAMS_VARIABLE = "BOOTSEER_TEST_KUBERNETES_PROGRAMS"
-"""Names a folder with programs of another release, which are taken instead of those built here."""
+"""Variable that names a folder with programs of another release, used instead of those built
+here."""
 
 VERSION = "1.20.2"
 KEPT = f"bin-{VERSION}-2"
-"""Below the cache; another name where programs that were kept are to be built again."""
+"""Name of the programs' folder in the cache; a new name makes them be built again."""
 _BUILT = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet")
 _SUITE, _CONTAINERD_SUITE = "bookworm", "trixie"
 _PACKAGE = "k8s.io/kubernetes"
 _GENERATED = Path("pkg/generated/openapi/zz_generated.openapi.go")
 LOCK_S = 3600.0
-"""Another process may build everything."""
+"""Time to wait for another process, which may build everything."""
 _STEP_DEADLINE_S = 3000.0
-# Cgroups and namespaces are those of this machine; only Docker and the clouds are left out.
+# Only Docker and the clouds' providers are left out.
 _TAGS = "providerless,dockerless"
 
 
 def cache_folder() -> Path:
-    """Where everything that takes long is kept: never required, made again where it is missing."""
+    """Return the folder that keeps slow results; its content is made again if it is missing."""
     chosen = os.environ.get(CACHE_VARIABLE)
     return Path(chosen) if chosen else Path.home() / ".cache" / "bootseer-kubernetes"
 
 
 def given_programs() -> Path | None:
-    """The folder of programs that the environment names."""
+    """Return the folder of programs that the environment names, if it names one."""
     chosen = os.environ.get(PROGRAMS_VARIABLE)
     return Path(chosen).absolute() if chosen else None
 
 
 def release(program: str, search_path: str) -> tuple[int, int]:
-    """Major and minor number of the Kubernetes whose program it is."""
+    """Return major and minor number of the Kubernetes release of a program."""
     said = _run([program, "--version"], Path("/"), {"PATH": search_path})
     found = re.search(r"v(\d+)\.(\d+)\.", said)
     if found is None:
-        raise MissingError(f"{program} does not say its version: {said.strip()}")
+        raise MissingError(f"{program} does not print its version: {said.strip()}")
     return int(found[1]), int(found[2])
 
 
 def packages(cache: Path) -> Packages:
-    """Debian's packages, as they are kept for the cluster."""
+    """Return the Debian packages kept for the cluster."""
     return Packages(cache / "packages")
 
 
 def programs(cache: Path, say: Callable[[str], None]) -> Path:
-    """A folder with all programs of the cluster. Raises: MissingError saying what is missing."""
+    """Return a folder with all programs of the cluster. Raises: MissingError."""
     cache.mkdir(parents=True, exist_ok=True)
     with locked(cache / "lock", LOCK_S, MissingError):
         target, given = cache / KEPT, given_programs()
@@ -91,7 +92,7 @@ def programs(cache: Path, say: Callable[[str], None]) -> Path:
 
 
 def _compile_init(target: Path) -> None:
-    """The first process of each node and of each pod: static, since it is copied."""
+    """Compile the first process of nodes and pods, statically, since images get a copy of it."""
     if not target.exists():
         source = Path(__file__).with_name("init.c")
         _run(["gcc", "-static", "-O1", "-o", str(target), str(source)], source.parent, {})
@@ -101,7 +102,7 @@ def _build(cache: Path, target: Path, names: Sequence[str], say: Callable[[str],
     found = packages(cache)
     go = _go(found)
     say("kubernetes: fetching the source")
-    # In a GOPATH: Go from 1.17 on refuses this go.mod, and reads vendor/ as it is without one.
+    # In a GOPATH: Go from 1.17 on refuses this go.mod, and uses vendor/ without one.
     path = cache / "gopath"
     source = path / "src" / _PACKAGE
     if not source.is_dir():
@@ -137,16 +138,19 @@ def _build(cache: Path, target: Path, names: Sequence[str], say: Callable[[str],
 
 
 def _mend_reflect2(folder: Path) -> None:
-    """From Go 1.18 on maps are walked by an iterator that the caller owns. The reflect2 that
-    Kubernetes 1.20 brings does not know that, and an API server that encodes a map, as it does for
-    each patch of a webhook, ends by SIGSEGV; reflect2 1.0.2 has mended it in this way."""
+    """Change the bundled reflect2 as its release 1.0.2 does, for Go from 1.18 on.
+
+    Since Go 1.18 the caller owns the iterator over a map. The reflect2 of Kubernetes 1.20 does not
+    know that, and an API server that encodes a map, as for each patch of a webhook, dies of
+    SIGSEGV.
+    """
     link, walk = folder / "unsafe_link.go", folder / "unsafe_map.go"
     text = link.read_text()
     text = text.replace(
         "func mapiterinit(rtype unsafe.Pointer, m unsafe.Pointer) *hiter",
         "func mapiterinit(rtype unsafe.Pointer, m unsafe.Pointer, it *hiter)",
     )
-    # The runtime's own, which fills all of it.
+    # The runtime's own iterator, which fills all of it.
     text = text.replace(
         "\t// rest fields are ignored\n",
         "\tt, h, buckets, bptr, overflow, oldoverflow unsafe.Pointer\n\tstartBucket uintptr\n"
@@ -164,7 +168,7 @@ def _mend_reflect2(folder: Path) -> None:
 
 
 def _go(found: Packages) -> Path:
-    """The root of Go, whose standard library lies in a package by itself."""
+    """Return the root of Go; its standard library is in a package of its own."""
     folder = found.unpacked(_SUITE, "golang-1.19-go", "golang-1.19-src")
     return folder / "usr/lib/go-1.19"
 
@@ -200,8 +204,8 @@ def _run(command: list[str], folder: Path, environment: Mapping[str, str]) -> st
             timeout=_STEP_DEADLINE_S, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise MissingError(f"cannot have Kubernetes: {error}") from error
+        raise MissingError(f"cannot build Kubernetes: {error}") from error
     if done.returncode != 0:
         words = (done.stderr or done.stdout).strip()[-500:]
-        raise MissingError(f"cannot have Kubernetes: {' '.join(command[:6])}: {words}")
+        raise MissingError(f"cannot build Kubernetes: {' '.join(command[:6])}: {words}")
     return done.stdout

@@ -1,4 +1,4 @@
-"""How each program of the cluster is configured and called. Pure, except for writing the files."""
+"""Configuration files and command lines of the cluster's programs."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from testbed.kubernetes.machine import ADDRESS, ClusterNode
 
 REGISTRY = f"{ADDRESS}:5000"
 PAUSE_IMAGE = f"{REGISTRY}/pause:1"
-# The tokens are no secrets: the network that they are valid in has no way out.
+# The tokens are not secret: their network has no way out.
 _USERS = {
     "admin": ("system:masters",),
     "system:kube-controller-manager": (),
@@ -18,7 +18,7 @@ _USERS = {
 _CONTAINERD = f"""version = 2
 [plugins."io.containerd.grpc.v1.cri"]
 sandbox_image = "{PAUSE_IMAGE}"
-# The machine may lack the capability to lower it.
+# The machine may lack the capability to lower oom_score_adj.
 restrict_oom_score_adj = true
 [plugins."io.containerd.grpc.v1.cri".cni]
 bin_dir = "{{cni}}"
@@ -30,7 +30,7 @@ _HOSTS = f'server = "http://{REGISTRY}"\n[host."http://{REGISTRY}"]\n'
 
 
 def kubeconfig(folder: Path, user: str) -> Path:
-    """The file by which a program speaks to the API server as this user."""
+    """Write the kubeconfig of a user, and return its path."""
     path = folder / f"{user.replace(':', '-')}.kubeconfig"
     document = {
         "apiVersion": "v1", "kind": "Config", "current-context": "here",
@@ -46,19 +46,19 @@ def kubeconfig(folder: Path, user: str) -> Path:
 
 
 def write_tokens(path: Path, nodes: list[ClusterNode]) -> None:
-    """Who may log in, with which groups; RBAC says what they may do."""
+    """Write the users' tokens with their groups; RBAC decides their rights."""
     users = {**_USERS, **{f"system:node:{node.name}": ("system:nodes",) for node in nodes}}
     lines = [f'token-{user},{user},{user},"{",".join(of)}"\n' for user, of in users.items()]
     path.write_text("".join(lines))
 
 
 def etcd(data: Path) -> list[str]:
-    """A store of the API's objects that never waits for a disk."""
+    """Return the command of etcd, which never waits for a disk."""
     return ["etcd", "--data-dir", str(data), "--unsafe-no-fsync", "--log-level", "error"]
 
 
 def api_server(folder: Path) -> list[str]:
-    """With RBAC, and webhooks that are reached at their pods' addresses."""
+    """Return the command of the API server, with RBAC and webhooks."""
     return [
         "kube-apiserver", "--etcd-servers=http://127.0.0.1:2379", "--secure-port=6443",
         f"--bind-address={ADDRESS}", f"--advertise-address={ADDRESS}", f"--cert-dir={folder}/tls",
@@ -69,13 +69,13 @@ def api_server(folder: Path) -> list[str]:
         f"--service-account-signing-key-file={folder}/accounts.key",
         f"--service-account-key-file={folder}/accounts.key",
         "--kubelet-preferred-address-types=InternalIP",
-        # Pods leave a node that lost its power after these, not after five minutes.
+        # Pods leave a node without power after 10 seconds, not after five minutes.
         "--default-not-ready-toleration-seconds=10", "--default-unreachable-toleration-seconds=10",
     ]  # fmt: skip
 
 
 def controllers(folder: Path) -> list[str]:
-    """Each controller with a service account of its own, and a quick eye on the nodes."""
+    """Return the command of the controllers, which notice the loss of a node quickly."""
     config = kubeconfig(folder, "system:kube-controller-manager")
     return [
         "kube-controller-manager", f"--kubeconfig={config}", "--leader-elect=false",
@@ -86,14 +86,14 @@ def controllers(folder: Path) -> list[str]:
 
 
 def scheduler(folder: Path) -> list[str]:
-    """As it is."""
+    """Return the command of the scheduler."""
     config = kubeconfig(folder, "system:kube-scheduler")
     return ["kube-scheduler", f"--kubeconfig={config}", "--leader-elect=false"]
 
 
 def proxy(folder: Path, node: ClusterNode, release: tuple[int, int]) -> list[str]:
-    """Cluster addresses of services, without the machine's own limits of connections."""
-    # What API servers of all releases serve; one of 1.25 or newer lacks the slices of its time.
+    """Return the command of kube-proxy, without limits for the machine's connections."""
+    # API servers from 1.25 on lack the EndpointSlices of kube-proxies before 1.23.
     older = ["--feature-gates=EndpointSliceProxying=false"]
     return [
         "kube-proxy", f"--kubeconfig={kubeconfig(folder, 'system:kube-proxy')}",
@@ -105,7 +105,7 @@ def proxy(folder: Path, node: ClusterNode, release: tuple[int, int]) -> list[str
 
 
 def kubelet(folder: Path, node: ClusterNode, release: tuple[int, int]) -> list[str]:
-    """All that it keeps lies on the node's own disk."""
+    """Return the command of a kubelet whose files are on the node's own disk."""
     path = folder / f"{node.name}.kubelet"
     document: dict[str, Any] = {
         "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
@@ -120,7 +120,7 @@ def kubelet(folder: Path, node: ClusterNode, release: tuple[int, int]) -> list[s
         document["failCgroupV1"] = False
     path.write_text(json.dumps(document))
     config = kubeconfig(folder, f"system:node:{node.name}")
-    # Until 1.26, the kubelet could also be told of Docker.
+    # Until 1.26, kubelets also supported Docker.
     older = ["--container-runtime=remote", f"--pod-infra-container-image={PAUSE_IMAGE}"]
     return [
         "kubelet", f"--config={path}", f"--kubeconfig={config}",
@@ -132,7 +132,7 @@ def kubelet(folder: Path, node: ClusterNode, release: tuple[int, int]) -> list[s
 
 
 def write_node_files(node: ClusterNode, programs: Path) -> None:
-    """What an administrator has put into /etc of a node."""
+    """Write the files that an administrator puts into /etc of a node."""
     network = {
         "cniVersion": "0.4.0", "name": "pods",
         "plugins": [{
@@ -157,7 +157,7 @@ def write_node_files(node: ClusterNode, programs: Path) -> None:
 
 
 def registry(folder: Path) -> Path:
-    """The registry's configuration; YAML reads JSON."""
+    """Write the registry's configuration (JSON is YAML) and return its path."""
     path = folder / "registry.json"
     document = {
         "version": "0.1", "log": {"level": "warn"},

@@ -1,4 +1,4 @@
-"""Starts of pods as a user sees them, and what their checkpoints are worth afterwards."""
+"""Starts of pods as users make them, and checks of their checkpoints."""
 
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,11 @@ from time import time
 from typing import Any
 
 from testbed.containers.chart import NAMESPACE
-from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.cluster import KubernetesCluster
 from testbed.kubernetes.installation import Installation
 from testbed.kubernetes.machine import ClusterNode
 from testbed.kubernetes.objects import pod
-from testbed.processes import ending_with_us
+from testbed.processes import killed_with_parent
 from testbed.waiting import wait_for
 
 REPLAY = {"bootseer.io/replay": "auto"}
@@ -34,26 +34,28 @@ for name in sorted(os.listdir(sys.argv[1])):
 
 
 @dataclass(frozen=True)
-class Start:
-    """A pod that has run, and the seconds from before it was asked for to its first line."""
+class PodStart:
+    """Pod that has run, and the seconds from before its creation to its first line."""
 
     pod: dict[str, Any]
     first_line_s: float
 
 
-def start(cluster: Cluster, name: str, image: str, node: ClusterNode, **given: Any) -> Start:
+def start(
+    cluster: KubernetesCluster, name: str, image: str, node: ClusterNode, **given: Any
+) -> PodStart:
     """Run a trainer once on a node."""
     began_s = time()
     cluster.apply(pod(name, image, TRAIN, node=node.name, **given))
     ended = cluster.wait_pod(name, "Succeeded", timeout_s=400)
     stamp = cluster.kubectl("logs", "--timestamps", name).split()[0]
-    # Nanoseconds, of which Python takes six digits.
+    # The stamp has nanoseconds; Python parses six digits.
     printed = datetime.fromisoformat(stamp[:26].rstrip("Z") + "+00:00")
-    return Start(ended, printed.timestamp() - began_s)
+    return PodStart(ended, printed.timestamp() - began_s)
 
 
 def index(installation: Installation, image: str) -> None:
-    """Put an image's index into the store, as an administrator does."""
+    """Index an image into the store, as an administrator does."""
     where = ("--namespace", NAMESPACE, installation.pod_of("node"), "--container", "snapshotter")
     command = ("bootseer", "image", "index", f"registry://{image}")
     installation.cluster.kubectl("exec", *where, "--", *command, timeout_s=400)
@@ -61,13 +63,13 @@ def index(installation: Installation, image: str) -> None:
 
 @contextmanager
 def following(
-    cluster: Cluster, name: str, path: Path, namespace: str = "default"
+    cluster: KubernetesCluster, name: str, path: Path, namespace: str = "default"
 ) -> Iterator[Path]:
-    """What a pod prints, as it comes, in a file: it remains when the pod and its node are gone."""
+    """Yield a file with a pod's output as it comes, which outlives the pod and its node."""
     command = ["kubectl", "logs", "--follow", name, "--namespace", namespace]
     with path.open("wb") as sink:
         process = subprocess.Popen(
-            ending_with_us(cluster.lan.entering(command)), env=cluster.environment,
+            killed_with_parent(cluster.lan.entering(command)), env=cluster.environment,
             stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.DEVNULL,
         )  # fmt: skip
     try:
@@ -77,32 +79,34 @@ def following(
         process.wait()
 
 
-def saved(path: Path) -> list[int]:
-    """The steps of which a trainer has said that they are saved."""
+def saved_steps(path: Path) -> list[int]:
+    """Return the steps that a trainer has reported as saved."""
     lines = path.read_text(errors="replace").splitlines()
     return [int(line.split()[1]) for line in lines if line.startswith("saved ")]
 
 
 def wait_saved(path: Path, count: int) -> None:
-    """Wait until so many more steps are saved."""
-    goal = len(saved(path)) + count
-    wait_for(lambda: len(saved(path)) >= goal, f"{goal} steps saved", timeout_s=180, look_s=0.2)
+    """Wait until `count` more steps are saved."""
+    goal = len(saved_steps(path)) + count
+    wait_for(
+        lambda: len(saved_steps(path)) >= goal, f"{goal} steps saved", timeout_s=180, interval_s=0.2
+    )
 
 
-def checked(
-    cluster: Cluster, name: str, image: str, source: str, node: ClusterNode
+def checkpoint_states(
+    cluster: KubernetesCluster, name: str, image: str, source: str, node: ClusterNode
 ) -> dict[str, str]:
-    """Each file of a folder of checkpoints as a pod on a node reads it: "whole" or "broken"."""
+    """Return for each checkpoint in a folder whether a pod reads it "whole" or "broken"."""
     script = f"python3 -c '{CHECK.replace(chr(39), chr(34))}' /mnt/checkpoints"
     given = pod(name, image, script, node=node.name)
-    # Named by the pod itself: a webhook whose node has lost its power is not asked.
+    # The volume is in the pod itself, since a webhook on a node without power cannot add it.
     attributes = {"kind": "checkpoint", "source": source}
     volume = {"driver": "csi.bootseer.io", "volumeAttributes": attributes}
     given["spec"]["volumes"] = [{"name": "checkpoints", "csi": volume}]
     given["spec"]["containers"][0] |= {
         "volumeMounts": [{"name": "checkpoints", "mountPath": "/mnt/checkpoints"}],
-        # Where a node serves an image lazily, containerd lacks the layers for other pods, and looks
-        # for them only with this.
+        # Where a node serves an image lazily, containerd lacks its layers for other pods, and
+        # fetches them only with this policy.
         "imagePullPolicy": "Always",
     }
     cluster.apply(given)
@@ -113,7 +117,7 @@ def checked(
 
 
 def assert_nothing_lost(files: dict[str, str], steps: Sequence[int]) -> None:
-    """Each checkpoint that was saved is there, and each that is there is whole."""
+    """Assert that each saved step has a checkpoint, and that every checkpoint is whole."""
     broken = [name for name, state in files.items() if state != "whole"]
     assert not broken, files
     missing = [step for step in steps if f"step-{step:06d}.pt" not in files]
@@ -121,7 +125,7 @@ def assert_nothing_lost(files: dict[str, str], steps: Sequence[int]) -> None:
 
 
 def assert_nothing_on_the_disk(node: ClusterNode) -> None:
-    """No checkpoint lies on a node's own disk, below any folder of its pods."""
+    """Assert that no checkpoint lies on a node's own disk."""
     kept = node.disk / "lib"
     assert not list(kept.glob("kubelet/pods/*/volumes/**/step-*"))
     found = subprocess.run(
@@ -130,14 +134,14 @@ def assert_nothing_on_the_disk(node: ClusterNode) -> None:
     assert not found.stdout, found.stdout
 
 
-def said(node: ClusterNode) -> str:
-    """What the servers of images on a node have said."""
+def image_server_logs(node: ClusterNode) -> str:
+    """Return the logs of the image servers on a node."""
     return node.run("sh", "-c", "cat /run/bootseer/logs/*", check=False).stdout
 
 
-def wait_said(node: ClusterNode, what: str, count: int) -> None:
-    """Wait until servers of a node have said so."""
+def wait_logged(node: ClusterNode, text: str, count: int) -> None:
+    """Wait until the image servers of a node have logged `text` `count` times."""
     wait_for(
-        lambda: said(node).count(what) >= count, f"{what!r} on {node.name}",
-        timeout_s=_RECORDED_S, look_s=1.0,
+        lambda: image_server_logs(node).count(text) >= count, f"{text!r} on {node.name}",
+        timeout_s=_RECORDED_S, interval_s=1.0,
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""File systems to mount, and ways to clean up after mounts."""
+"""FUSE servers for tests, mounts of images and snapshots, and their removal after a test."""

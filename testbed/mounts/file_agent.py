@@ -1,7 +1,7 @@
 """A child process that does file operations in one directory, for model tests.
 
-The test process itself must not touch a mount that it serves: a stuck operation could not be
-ended. `FileAgent` sends one operation at a time and waits for its outcome with a deadline.
+The test process must not touch a mount that it serves itself: a stuck operation could not be ended.
+`FileAgent` sends one operation at a time and waits for its result with a deadline.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _DEADLINE_S = 30.0
 
 
 class FileAgent:
-    """Does operations in `root`, in a process of its own."""
+    """Runs file operations in `root` in a child process."""
 
     def __init__(self, root: Path) -> None:
         self._process = subprocess.Popen(
@@ -33,7 +33,7 @@ class FileAgent:
         )
 
     def do(self, operation: str, *arguments: Any) -> Any:
-        """The outcome of an operation: its result, or the name of its errno."""
+        """Return the result of an operation, or the name of its errno. Raises: TimeoutError."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -44,7 +44,7 @@ class FileAgent:
         return pickle.load(stdout)
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the child process."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -63,7 +63,7 @@ def _status(path: str) -> tuple[int, int, int]:
 
 
 def _open(key: int, path: str, flags: int) -> None:
-    # Before the slot is freed: a failing open leaves the file that is in it.
+    # Open before closing: a failing open leaves the slot's old file open.
     fd = os.open(path, flags, 0o644)
     _close(key)
     _open_files[key] = fd
@@ -119,7 +119,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def main() -> None:
-    """Serve operations until stdin ends."""
+    """Run operations from stdin until it ends."""
     os.chdir(sys.argv[1])
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, BrokenPipeError):

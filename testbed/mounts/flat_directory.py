@@ -1,8 +1,8 @@
-"""The files of one directory, read-only and without any state: what our server serves in the
-benchmark, and what the tests kill and restart under supervision.
+"""Read-only, stateless FUSE server of the files of one directory.
 
-Node ids come from the sorted listing, handles are always 0; so every process means the same by
-them. Thread-safe.
+The benchmark of the FUSE server measures it; tests kill and restart it under supervision. Node ids
+come from the sorted listing and handles are always 0, so that they mean the same in every process.
+Thread-safe.
 """
 
 import errno
@@ -29,8 +29,8 @@ _FIRST_COOKIE = 3
 _DIRECTORY_MODE = 0o040755
 
 
-class Mode(StrEnum):
-    """How files are opened."""
+class OpenMode(StrEnum):
+    """Ways of opening files."""
 
     CACHED = "cached"
     DIRECT_IO = "direct_io"
@@ -38,13 +38,14 @@ class Mode(StrEnum):
 
 
 class FlatDirectory(Operations):
-    """Serves the regular files directly in `root`; the set is fixed when this is made.
+    """Serves the regular files directly in `root`; the list is made once, at the start.
 
-    `mapped` answers reads with views of the mapped files: a copy less, but the files must not
-    shrink, and a supervised server must not do it (see `bootseer.served.supervision.supervisor`).
+    With `mapped`, reads are answered with views of the mapped files, which saves a copy. The files
+    must then not shrink, and the server must not be supervised (see
+    `bootseer.served.supervision.supervisor`).
     """
 
-    def __init__(self, root: Path, mode: Mode, *, mapped: bool = False) -> None:
+    def __init__(self, root: Path, mode: OpenMode, *, mapped: bool = False) -> None:
         self._mode = mode
         paths = sorted(path for path in root.iterdir() if path.is_file())
         self._names = [os.fsencode(path.name) for path in paths]
@@ -85,9 +86,9 @@ class FlatDirectory(Operations):
     def open(self, caller: Caller, node: int, flags: int) -> Opened:
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        if self._mode is Mode.PASSTHROUGH:
+        if self._mode is OpenMode.PASSTHROUGH:
             return Opened(keep_cache=True, no_flush=True, passthrough_fd=self._fds[node - 2])
-        direct_io = self._mode is Mode.DIRECT_IO
+        direct_io = self._mode is OpenMode.DIRECT_IO
         return Opened(direct_io=direct_io, keep_cache=not direct_io, no_flush=True)
 
     def read(
@@ -95,7 +96,8 @@ class FlatDirectory(Operations):
     ) -> Buffer | Sequence[Buffer]:
         if self._views:
             return self._views[node - 2][offset : offset + length]
-        # One buffer for each server thread: the reply is written before the thread reads again.
+        # One buffer for each server thread: a reply is written before the thread reads the next
+        # request.
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < length:
             buffer = self._local.buffer = memoryview(bytearray(length))

@@ -4,8 +4,8 @@
         [SHUTDOWN_S [KERNEL_DEADLINE_S [WORKER_SILENCE_S [STOP_GRACE_S]]]]
 
 HOW is serve, supervise, or supervise-always (which never gives up). Prints "ready" when the mount
-works and "ended" when it ended as it should. The environment variable BOOTSEER_TEST_KERNEL names
-the Linux release whose features the mount has, if not those of the running one (testbed.kernels).
+works and "ended" after a clean end. The environment variable BOOTSEER_TEST_KERNEL names a Linux
+release to whose features the mount is limited (testbed.kernels).
 """
 
 import logging
@@ -19,18 +19,21 @@ from bootseer.fuse.kernel.operations import Buffer, Caller
 from bootseer.served.supervision.supervisor import supervise
 from bootseer.served.supervision.worker import RestartPolicy
 from testbed.kernels import offer_as
-from testbed.mounts.flat_directory import FlatDirectory, Mode
+from testbed.mounts.flat_directory import FlatDirectory, OpenMode
 from testbed.mounts.fuse_mount import short_options
 from testbed.mounts.serving import serve
 
 KERNEL = "BOOTSEER_TEST_KERNEL"
 
 
-class Crashing(FlatDirectory):
-    """Dies at every read of the file "crash". Where there is a folder "stick-once", it takes that
-    away at the first read, and then waits for itself: it stores pages that it has not brought."""
+class CrashingDirectory(FlatDirectory):
+    """`FlatDirectory` that exits at every read of the file "crash".
 
-    def __init__(self, root: Path, mode: Mode) -> None:
+    If there is a folder "stick-once", the next read removes it and then hangs: it stores pages in
+    the kernel while the kernel waits for them.
+    """
+
+    def __init__(self, root: Path, mode: OpenMode) -> None:
         super().__init__(root, mode)
         self._order = root / "stick-once"
 
@@ -40,7 +43,7 @@ class Crashing(FlatDirectory):
         if self._order.exists():
             self._order.rmdir()
             assert self.store_pages is not None
-            # What is right: the kernel may take it after what the successor brings.
+            # The right content: the kernel may use it after the restarted server has answered.
             self.store_pages(node, 0, b"small")
         data = super().read(caller, node, handle, offset, length)
         assert isinstance(data, memoryview)
@@ -68,22 +71,22 @@ def main() -> None:
     stop_grace_s = float(sys.argv[8]) if len(sys.argv) > 8 else 15.0
     options = short_options(
         read_only=True,
-        passthrough=mode == Mode.PASSTHROUGH,
+        passthrough=mode == OpenMode.PASSTHROUGH,
         shutdown_s=shutdown_s,
         kernel_deadline_s=kernel_deadline_s,
         worker_silence_s=worker_silence_s,
     )
 
     def factory() -> FlatDirectory:
-        # A fault of the server itself, in the first process only.
+        # A bug of the server itself, in its first process only.
         order = Path(source, "fail-once")
         if order.exists():
             order.unlink()
             Dispatcher.answer = _fail  # type: ignore[method-assign, assignment]
-        return Crashing(Path(source), Mode(mode))
+        return CrashingDirectory(Path(source), OpenMode(mode))
 
     if how.startswith("supervise"):
-        # A window of no length forgets every death at once.
+        # With a window of no length, no restart counts.
         restart = RestartPolicy(window_s=0.0) if how == "supervise-always" else None
         supervise(
             lambda attached: factory(),

@@ -1,7 +1,7 @@
-"""Helpers for tests that mount: everything has a deadline, and nothing stays mounted.
+"""Helpers for tests that mount FUSE: everything has a deadline, and nothing stays mounted.
 
-A process that waits for a FUSE reply cannot be killed, so file operations under test run in
-child processes, and whatever a test does, its mount is aborted and detached in the end.
+A process that waits for a FUSE reply cannot be killed, so file operations under test run in child
+processes. At the end of a test its mount is aborted and detached in any case.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ SUBTYPE = "bootseer-test"
 COMMAND_DEADLINE_S = 120.0
 _REAP_S = 5.0
 
-# Killed, but waiting for a mount that answers nothing: they end when it is aborted. Without a
-# reference here, collecting them would warn of a running child in whatever test comes next.
+# Killed processes that still wait for a hanging mount; they end when it is aborted. Without a
+# reference here, their collection would warn of a running child in a later test.
 _left_behind: list["subprocess.Popen[str]"] = []
 
 
 def abort(path: Path) -> bool:
-    """Abort the connection of the FUSE mount on `path`; False if there is none."""
+    """Abort the connection of the FUSE mount on `path`; return False if there is no mount."""
     mount = mount_table.find_mount(path)
     return mount is not None and abort_connection(mount.device_minor, mount.path)
 
 
 def clear_mount(path: Path) -> None:
-    """Abort and detach whatever FUSE mounts are on `path`, and see those end who waited for it."""
+    """Abort and detach all FUSE mounts on `path`, and wait for killed processes that used them."""
     while (mount := mount_table.find_mount(path)) is not None:
         abort_connection(mount.device_minor, mount.path)
         try:
@@ -45,7 +45,7 @@ def clear_mount(path: Path) -> None:
         except BootseerError:
             break
     for process in list(_left_behind):
-        # Another mount may be what it waits for.
+        # The process may wait for another mount.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_REAP_S)
             _left_behind.remove(process)
@@ -54,8 +54,11 @@ def clear_mount(path: Path) -> None:
 def run(
     command: Sequence[str | Path], *, deadline_s: float = COMMAND_DEADLINE_S
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command that may touch a mount. The deadline is kept even if the command cannot be
-    killed: then it is left behind until the mount is aborted."""
+    """Run a command that may touch a mount, for at most `deadline_s`.
+
+    A command that cannot be killed at the deadline is left behind until its mount is aborted.
+    Raises: subprocess.TimeoutExpired.
+    """
     process = subprocess.Popen(
         [str(part) for part in command],
         stdin=subprocess.DEVNULL,
@@ -85,14 +88,14 @@ def run_python(
 
 
 def check_python(code: str, *arguments: str | Path, deadline_s: float = COMMAND_DEADLINE_S) -> str:
-    """`run_python` that must succeed; returns its stdout."""
+    """Run Python code that must succeed in a child process; return its stdout."""
     done = run_python(code, *arguments, deadline_s=deadline_s)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def short_options(**changes: object) -> MountOptions:
-    """Options for a test mount: the subtype that `sweep` looks for, short deadlines."""
+    """Return options for a test mount: the subtype of tests, and short deadlines."""
     chosen: dict[str, object] = {"subtype": SUBTYPE, "shutdown_s": 5.0, **changes}
     return MountOptions(**chosen)  # type: ignore[arg-type]
 
@@ -103,7 +106,7 @@ def mounted(
 ) -> Iterator[Server]:
     """Serve `operations` on `mountpoint` (created if missing) from threads of this process.
 
-    In the end the mount is gone, whatever happened. Touch it from child processes only.
+    The mount is always gone at the end of the block. Touch it from child processes only.
     """
     require("fuse")
     mountpoint.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,8 @@
-"""What the tests of mounted images share. Nothing here touches a mount in the test's own process:
-a reader that is stuck in a FUSE file system cannot be killed, but its parent can go on."""
+"""Mounted images for tests.
+
+No function touches a mount in the test's own process: a reader that is stuck in a FUSE file system
+cannot be killed, but its parent can go on.
+"""
 
 import base64
 import contextlib
@@ -31,7 +34,7 @@ Completed: TypeAlias = "subprocess.CompletedProcess[str]"
 
 
 def settings_at(base: Path, **changes: Any) -> Settings:
-    """Settings of a node whose store, cache and run folder are below `base`."""
+    """Return the settings of a node whose store, cache and run folder are below `base`."""
     flags = {
         "store_url": (base / "store").as_uri(),
         "cache_dir": str(base / "cache"),
@@ -43,7 +46,7 @@ def settings_at(base: Path, **changes: Any) -> Settings:
 
 
 def index(settings: Settings, source: Path, reference: str) -> ImageRecord:
-    """The directory as an image in the store."""
+    """Index the directory `source` as an image in the store."""
     settings.cache_dir.mkdir(parents=True, exist_ok=True)
     with (
         open_store(settings.store_url) as store,
@@ -53,7 +56,7 @@ def index(settings: Settings, source: Path, reference: str) -> ImageRecord:
 
 
 def drop_cache(settings: Settings) -> None:
-    """As on a node that never saw an image."""
+    """Remove the node's cache, as on a node that never used an image."""
     shutil.rmtree(settings.cache_dir, ignore_errors=True)
 
 
@@ -61,8 +64,10 @@ def drop_cache(settings: Settings) -> None:
 def mounted(
     settings: Settings, reference: str, directory: Path, **options: Any
 ) -> Iterator[MountedImage]:
-    """Mounts, and whatever happens leaves nothing mounted and no server. `options`: of the server,
-    or settings of what is recorded and fetched ahead."""
+    """Mount an image; at the end of the block no mount and no server is left.
+
+    `options` are those of the server, or the settings `record`, `prefetch` and `record_window_s`.
+    """
     directory.mkdir(exist_ok=True)
     names = ("record", "prefetch", "record_window_s")
     settings = replace(settings, **{one: options.pop(one) for one in names if one in options})
@@ -75,16 +80,16 @@ def mounted(
         sweep(settings.run_dir.parent, settings)
 
 
-def outside(code: str, *arguments: object, timeout_s: float = TIMEOUT_S) -> str:
-    """What a Python program prints, run in a process of its own; fails with its stderr."""
-    return start_outside(code, *arguments).communicate_checked(timeout_s)
+def run_program(code: str, *arguments: object, timeout_s: float = TIMEOUT_S) -> str:
+    """Run a Python program in a child process and return its output; fail the test if it fails."""
+    return start_program(code, *arguments).communicate_checked(timeout_s)
 
 
-class Outside(subprocess.Popen[str]):
-    """A running program."""
+class ChildProgram(subprocess.Popen[str]):
+    """Running Python program in a child process."""
 
     def communicate_checked(self, timeout_s: float = TIMEOUT_S) -> str:
-        """Its output. Fails when it fails, and gives it up when it hangs."""
+        """Return the program's output; fail the test if it fails or hangs."""
         try:
             out, err = self.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -94,9 +99,9 @@ class Outside(subprocess.Popen[str]):
         return out
 
 
-def start_outside(code: str, *arguments: object) -> Outside:
-    """The program, started."""
-    return Outside(
+def start_program(code: str, *arguments: object) -> ChildProgram:
+    """Start a Python program in a child process."""
+    return ChildProgram(
         [sys.executable, "-c", code, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -106,9 +111,9 @@ def start_outside(code: str, *arguments: object) -> Outside:
     )
 
 
-def tree_outside(root: Path) -> dict[bytes, tuple[object, ...]]:
-    """`rootfs.tree_of(root)`, read by another process."""
-    text = outside(
+def tree_in_child(root: Path) -> dict[bytes, tuple[object, ...]]:
+    """Return `rootfs.tree_of(root)`, read by a child process."""
+    text = run_program(
         "import base64, marshal, sys; from pathlib import Path;"
         "from testbed.images.rootfs import tree_of;"
         "print(base64.b64encode(marshal.dumps(tree_of(Path(sys.argv[1])))).decode())",
@@ -118,9 +123,9 @@ def tree_outside(root: Path) -> dict[bytes, tuple[object, ...]]:
     return tree
 
 
-def checksums_outside(paths: list[Path]) -> list[str]:
-    """SHA-256 of files, or the name of the error, read by another process."""
-    text = outside(
+def checksums_in_child(paths: list[Path]) -> list[str]:
+    """Return the SHA-256 of each file, or the name of the error, read by a child process."""
+    text = run_program(
         """
 import errno, hashlib, json, sys
 found = []
@@ -139,7 +144,7 @@ print(json.dumps(found))
 
 
 def bootseer(settings: Settings, *arguments: object, timeout_s: float = TIMEOUT_S) -> Completed:
-    """Runs the command line with these settings; gives it up when it hangs."""
+    """Run the command line with these settings; fail the test if it hangs."""
     with start_bootseer(settings, *arguments) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)
@@ -150,13 +155,13 @@ def bootseer(settings: Settings, *arguments: object, timeout_s: float = TIMEOUT_
 
 
 def start_bootseer(settings: Settings, *arguments: object) -> "subprocess.Popen[str]":
-    """The command line, started."""
+    """Start the command line with these settings."""
     flags = ["--store", settings.store_url, "--cache-dir", settings.cache_dir]
     flags += ["--run-dir", settings.run_dir, "--workload", settings.workload]
     flags += ["--timeline-dir", settings.timeline_dir]
     return subprocess.Popen(
         [sys.executable, "-m", "bootseer", *map(str, flags), *map(str, arguments)],
-        # Else each start is followed by a process that puts its timeline into the store.
+        # Without this, each start is followed by a process that copies its timeline to the store.
         env={"BOOTSEER_PUBLISH_TIMELINES": "off", **os.environ},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Overlays as containers have them, for tests of what their layers tell."""
+"""Overlays as containers have them."""
 
 import contextlib
 import shutil
@@ -16,7 +16,10 @@ from bootseer.snapshots.layers import Layers
 def overlay(
     lower: Path, options: str = "", tree: Callable[[], Tree] | None = None
 ) -> Iterator[Layers]:
-    """A fresh overlay over `lower`, beside it; gone in the end. `options` begin with a comma."""
+    """Mount a new overlay over `lower` in a folder beside it, until the end of the block.
+
+    `options` begin with a comma.
+    """
     base = Path(tempfile.mkdtemp(dir=lower.parent))
     for name in ("upper", "work", "root"):
         (base / name).mkdir()

@@ -1,7 +1,7 @@
-"""A read-write mirror of a directory, with all operations: the reference for the server's tests.
+"""Read-write mirror of a directory with all FUSE operations, as a reference for the server's tests.
 
-A node is an O_PATH descriptor of the mirrored inode, so renames and hard links need no paths.
-Not a product: files are made with the server's own credentials.
+A node is an O_PATH descriptor of the mirrored inode, so renames and hard links need no paths. Not
+part of the product: new files get the server's own credentials.
 """
 
 import ctypes
@@ -35,8 +35,10 @@ def _check(result: int) -> None:
 
 
 class PassthroughFileSystem(Operations):
-    """Mirrors `root`. `direct_io`, `passthrough` and `ttl_s` choose how files are opened and
-    cached."""
+    """Mirror of the directory `root`.
+
+    `direct_io`, `passthrough` and `ttl_s` choose how files are opened and cached.
+    """
 
     def __init__(
         self,
@@ -165,7 +167,7 @@ class PassthroughFileSystem(Operations):
         )
 
     def open(self, caller: Caller, node: int, flags: int) -> Opened:
-        # The kernel itself puts O_APPEND writes at the end, by offset.
+        # The kernel itself appends O_APPEND writes, by offset.
         wanted = flags & ~(os.O_NOFOLLOW | os.O_APPEND | os.O_DIRECT)
         return self._opened(os.open(self._path(node), wanted))
 
@@ -212,7 +214,7 @@ class PassthroughFileSystem(Operations):
     def readdir(
         self, caller: Caller, node: int, handle: int, offset: int, plus: bool
     ) -> Sequence[DirectoryEntry]:
-        # Cookies 1 and 2 are the server's, so name number i has cookie i + 3.
+        # Cookies 1 and 2 are for "." and "..", so name number i has cookie i + 3.
         start = max(0, offset - 2)
         found = []
         for index, name in enumerate(self._listings[handle][start : start + 128], start):

@@ -1,7 +1,7 @@
-"""What the scenarios of tests/fuse/kernel/scenarios have in common.
+"""Functions of the scenarios in tests/fuse/kernel/scenarios.
 
-A scenario is a script that works in the directory given as its first argument and says what it
-sees; the test compares what it says on a mount with what it says on a plain directory.
+A scenario is a script that works in the directory named by its first argument and prints results;
+the test compares its output on a mount with its output on a plain directory.
 """
 
 import errno
@@ -16,12 +16,12 @@ os.chdir(sys.argv[1])
 
 
 def say(*values: object) -> None:
-    """Print."""
+    """Print values on one line."""
     sys.stdout.write(" ".join(str(value) for value in values) + "\n")
 
 
 def attempt(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """The result of a call, or the name of its errno."""
+    """Return the result of a call, or the name of its errno."""
     try:
         return function(*arguments, **named)
     except OSError as error:
@@ -34,12 +34,12 @@ def write(name: str | bytes, data: bytes) -> None:
 
 
 def read(name: str | bytes) -> bytes:
-    """All of a file."""
+    """Return the content of a file."""
     return Path(os.fsdecode(name)).read_bytes()
 
 
 def show(name: str) -> None:
-    """Say what lstat says, without what differs between two equal files."""
+    """Print the result of lstat, without fields that differ between two equal files."""
     status = os.lstat(name)
     size_bytes = status.st_size if stat.S_ISREG(status.st_mode) else ""
     links = status.st_nlink if not stat.S_ISDIR(status.st_mode) else ""

@@ -1,6 +1,6 @@
-"""Serving a file system in this process, without the supervision that the product has.
+"""Serves a file system in this process, without the product's supervision.
 
-A failed server thread aborts the connection, since nobody replaces this process.
+A failed server thread aborts the connection, since no process replaces this one.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ def start_server(
     options: MountOptions,
     on_end: Callable[[], None] | None = None,
 ) -> Server:
-    """Mount and serve from threads of this process. Raises: BootseerError."""
+    """Mount, and serve from threads of this process. Raises: BootseerError."""
     attached = attach(mountpoint, options)
 
     def end() -> None:

@@ -1,8 +1,7 @@
-"""A directory behind latency: the stand-in for a network file system whose every request is a
-round trip. Counts what is asked of it.
+"""A directory behind latency, in place of a network file system, with counts of its requests.
 
-`python -m testbed.mounts.slow_fs SOURCE MOUNTPOINT LATENCY_S READAHEAD_BYTES COUNTERS` serves
-it from a process of its own, whose counters are in the file COUNTERS at any time (`read_counters`).
+`python -m testbed.mounts.slow_fs SOURCE MOUNTPOINT LATENCY_S READAHEAD_BYTES COUNTERS` serves it
+from a process of its own that keeps its counts in the file COUNTERS (`read_counters`).
 """
 
 import mmap
@@ -26,8 +25,8 @@ _COUNTERS = struct.Struct("<5Q")
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
-    """What was asked so far."""
+class RequestCounts:
+    """Numbers of requests and read bytes so far."""
 
     read_count: int
     read_bytes: int
@@ -37,9 +36,9 @@ class Counters:
     lookup_count: int
 
 
-def read_counters(path: Path) -> Counters:
-    """What a server of another process was asked so far."""
-    return Counters(*_COUNTERS.unpack(path.read_bytes()[: _COUNTERS.size]))
+def read_counters(path: Path) -> RequestCounts:
+    """Return the counts of a server in another process from its counters file."""
+    return RequestCounts(*_COUNTERS.unpack(path.read_bytes()[: _COUNTERS.size]))
 
 
 class SlowFileSystem(PassthroughFileSystem):
@@ -49,17 +48,17 @@ class SlowFileSystem(PassthroughFileSystem):
         super().__init__(root, ttl_s=_TTL_S)
         self._latency_s = latency_s
         self._count_lock = threading.Lock()
-        self._counts = [0] * len(Counters.__slots__)
+        self._counts = [0] * len(RequestCounts.__slots__)
         self._shared: mmap.mmap | None = None
         if shared is not None:
             shared.write_bytes(bytes(_COUNTERS.size))
             with shared.open("r+b") as file:
                 self._shared = mmap.mmap(file.fileno(), 0)
 
-    def counters(self) -> Counters:
-        """What was asked since the last `reset`."""
+    def counters(self) -> RequestCounts:
+        """Return the counts since the last `reset`."""
         with self._count_lock:
-            return Counters(*self._counts)
+            return RequestCounts(*self._counts)
 
     def _asked(self, *changes: int) -> None:
         with self._count_lock:
@@ -69,7 +68,7 @@ class SlowFileSystem(PassthroughFileSystem):
         pause(self._latency_s)
 
     def reset(self) -> None:
-        """Count from zero again."""
+        """Set all counts to zero."""
         with self._count_lock:
             self._counts = [0] * len(self._counts)
 

@@ -1,4 +1,4 @@
-"""What the tests of mounted snapshots share: waiting for their ends, and seeing that none stays."""
+"""Mounted snapshots for tests: waiting for their ends, and checking that none is left."""
 
 import contextlib
 import fcntl
@@ -31,22 +31,22 @@ def can_reflink(directory: Path) -> bool:
 
 
 def servers(settings: Settings) -> list[MountState]:
-    """Of the mounts of a node, the oldest first."""
+    """Return the state of the mounts of a node, the oldest first."""
     return [state for _, state in live_mounts(settings.run_dir)]
 
 
 def wait_gone(settings: Settings) -> None:
-    """Until nothing of a node is mounted or being published, and nothing of it is left.
+    """Wait until the node has no server, publisher or container folder left.
 
-    The mounts of a test run are its own (`pytest_configure`): where a process has a copy of them in
-    another namespace, the test has left that process.
+    The mounts of a test run are its own (`pytest_configure`). A process that keeps a copy of them
+    in another mount namespace was left by the test.
     """
     try:
         wait_for(lambda: not servers(settings), "the end of all servers", timeout_s=WAIT_S)
     except AssertionError:
         left = {state.reference: _processes_with(state.id) for state in servers(settings)}
         raise AssertionError(
-            f"servers do not end, and these processes see what they have mounted: {left}"
+            f"servers do not end, and these processes have copies of their mounts: {left}"
         ) from None
     assert wait_published(settings, WAIT_S)
     scratch = settings.cache_dir / "containers"
@@ -54,7 +54,7 @@ def wait_gone(settings: Settings) -> None:
 
 
 def _processes_with(identity: str) -> list[str]:
-    """Processes outside of this one's mount namespace that have a copy of a mount."""
+    """Return the processes of other mount namespaces that have a copy of a mount."""
     found = []
     own = os.readlink("/proc/self/ns/mnt")
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,4 +1,4 @@
-"""`sweep`: nothing that a test has mounted stays, whatever happened to its servers."""
+"""`sweep`: removes all mounts of a test, also those of dead or hanging servers."""
 
 import contextlib
 import os
@@ -17,9 +17,9 @@ _PUBLISHED_S = 60.0
 
 
 def sweep(top: Path, *nodes: Settings) -> None:
-    """Take off all covers and FUSE mounts below the folder `top`; end these nodes' processes.
+    """Unmount all overlays and FUSE mounts below the folder `top`; end these nodes' servers.
 
-    Publishers are waited for, as they may still write into the store. Servers get SIGTERM.
+    Publishers are waited for, as they may still write to the store. Servers get SIGTERM.
     """
     for node in nodes:
         wait_published(node, _PUBLISHED_S)

@@ -1,1 +1,1 @@
-"""Servers on loopback: registries, S3, collectors, and ones that fail on purpose."""
+"""Servers on loopback for tests: registries, S3, collectors, and servers that fail on purpose."""

@@ -1,4 +1,4 @@
-"""Servers that do on a connection what a test says."""
+"""TCP servers whose answers are a function of the test."""
 
 import contextlib
 import socket
@@ -10,7 +10,7 @@ from testbed.waiting import TIMEOUT_S
 
 @contextlib.contextmanager
 def answering(answer: Callable[[socket.socket], object]) -> Iterator[tuple[str, int]]:
-    """The address of one that gives `answer` to the first request, then no more."""
+    """Yield the address of a server that calls `answer` on its first and only connection."""
 
     def serve() -> None:
         connection, _ = listener.accept()
@@ -31,7 +31,10 @@ def answering(answer: Callable[[socket.socket], object]) -> Iterator[tuple[str, 
 
 @contextlib.contextmanager
 def talking(talk: Callable[[socket.socket, threading.Event], object]) -> Iterator[str]:
-    """A server, as HOST:PORT, that has `talk` with each who comes; the event says when to end."""
+    """Yield HOST:PORT of a server that calls `talk` on each connection.
+
+    The event that `talk` gets is set when the block ends.
+    """
     over = threading.Event()
     talks: list[threading.Thread] = []
 

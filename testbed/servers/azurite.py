@@ -1,6 +1,6 @@
-"""Azurite, Microsoft's emulator of Azure's storage, in a process of its own, on loopback.
+"""Azurite, Microsoft's emulator of Azure's storage, in a process of its own on loopback.
 
-Nothing installs it (`npm install azurite` takes 190 MB): tests that want it are skipped where
+`make test` does not install it (`npm install azurite` takes 190 MB): its tests are skipped where
 `azurite-blob` is not in the PATH.
 """
 
@@ -19,14 +19,17 @@ from testbed.waiting import is_listening, wait_started
 
 _START_DEADLINE_S = 60
 _VERSION = "2021-08-06"
-# Both are in Azurite's manual, and the same everywhere.
+# Both are from Azurite's manual and the same everywhere.
 _ACCOUNT = "devstoreaccount1"
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 
 @contextlib.contextmanager
 def azurite(container: str) -> Iterator[dict[str, str]]:
-    """The environment under which `az://CONTAINER/...` is a new container of an emulator."""
+    """Yield the environment in which `az://CONTAINER/...` is a new container of an emulator.
+
+    Raises: MissingError.
+    """
     require(modules=["obstore"], programs=["azurite-blob"])
     (port,) = unassigned_ports(1)
     words = ["--blobPort", str(port), "--inMemoryPersistence", "--disableTelemetry"]
@@ -55,7 +58,7 @@ def azurite(container: str) -> Iterator[dict[str, str]]:
 
 
 def _make_container(url: str, name: str) -> None:
-    """PUT, signed as "Authorize with Shared Key" of Azure's reference says."""
+    """Make a container by a request signed by the account's shared key (Azure's reference)."""
     lines = f"x-ms-date:{(date := formatdate(usegmt=True))}\nx-ms-version:{_VERSION}\n"
     signed = "PUT" + "\n" * 12 + lines + f"/{_ACCOUNT}/{_ACCOUNT}/{name}\nrestype:container"
     digest = hmac.new(base64.b64decode(_KEY), signed.encode(), hashlib.sha256).digest()

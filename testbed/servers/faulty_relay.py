@@ -1,4 +1,4 @@
-"""An HTTP relay in front of a registry that does what broken networks and servers do."""
+"""An HTTP relay before a registry that fails as broken networks and servers do."""
 
 import http.client
 import json
@@ -19,37 +19,37 @@ _PIECE_BYTES = 64 * 1024
 
 @dataclass
 class Fault:
-    """What happens to a request whose "METHOD PATH" matches `when`, `times` times."""
+    """Fault of the first `times` requests whose "METHOD PATH" matches `when`."""
 
     when: str
     times: int = 1
     status: int = 0
-    """Answer this instead of asking the registry."""
+    """Status to answer with instead of asking the registry."""
     headers: dict[str, str] = field(default_factory=dict)
-    """With `status`."""
+    """Headers of the answer with `status`."""
     body: bytes = b"{}"
-    """With `status`."""
+    """Body of the answer with `status`."""
     cut_after_bytes: int = -1
-    """Close the connection after so much of the body."""
+    """Number of body bytes after which the connection is closed."""
     truncate_bytes: int = -1
-    """Claim and send only so much."""
+    """Length that is announced and sent instead of the body's."""
     flip_at: int = -1
-    """Change one bit of this byte of the body."""
+    """Position of a byte of the body in which one bit is changed."""
     trickle_s: float = 0.0
-    """Send the body byte by byte, so far apart."""
+    """Seconds between single bytes of the body."""
     trickle_head: bool = False
-    """Send the head like that, too."""
+    """Send the head byte by byte, too."""
     ignore_range: bool = False
-    """Do as a server without ranges."""
+    """Send the whole body in spite of a range, as servers without ranges do."""
     lose: bool = False
-    """Let the request through, and close the connection instead of an answer."""
+    """Pass the request on, and close the connection instead of an answer."""
     hang_s: float = 0.0
-    """Answer only then."""
+    """Seconds before the answer."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A request that arrived."""
+    """Request that arrived."""
 
     method: str
     path: str
@@ -57,16 +57,16 @@ class Seen:
 
 
 class FaultyRelay(Closing):
-    """Relays to `upstream` (host:port); add to `faults` while it runs. As a context manager."""
+    """Relay to `upstream` (host:port), as a context manager; append to `faults` while it runs."""
 
     def __init__(self, upstream: str, faults: list[Fault] | None = None) -> None:
         self.upstream = upstream
         self.faults = faults or []
         self.seen: list[Seen] = []
         self.refused_tokens: set[str] = set()
-        """Authorization values that are answered 401 although the registry would take them."""
+        """Authorization values that are answered 401 although the registry accepts them."""
         self.challenge = ""
-        """What WWW-Authenticate says then."""
+        """WWW-Authenticate of these answers."""
         self.ignores_conditions = False
         """Whether requests lose their `If-None-Match` and `If-Match`."""
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class FaultyRelay(Closing):
         self.host = f"127.0.0.1:{self._server.server_address[1]}"
 
     def count(self, pattern: str) -> int:
-        """How many requests that match have been seen."""
+        """Return the number of requests so far that match."""
         with self._lock:
             return sum(bool(re.search(pattern, f"{s.method} {s.path}")) for s in self.seen)
 
@@ -101,7 +101,7 @@ class FaultyRelay(Closing):
         return None
 
     def _more_headers(self, handler: QuietHandler, body: bytes) -> dict[str, str]:
-        """What is added to the registry's answer."""
+        """Return headers to add to the registry's answer."""
         return {}
 
     def _handle(self, handler: QuietHandler) -> None:
@@ -191,15 +191,17 @@ class FaultyRelay(Closing):
 
 
 class ReferrersRelay(FaultyRelay):
-    """Relays to a registry without the referrers API, and has it (distribution specification 1.1)
-    for the manifests that pass. In pages of two, as large lists come."""
+    """Relay that adds the referrers API (distribution specification 1.1) to a registry without it.
+
+    The lists hold the manifests pushed through the relay, in pages of two.
+    """
 
     _PAGE_COUNT = 2
 
     def __init__(self, upstream: str) -> None:
         super().__init__(upstream)
         self._referrers: dict[str, dict[str, dict[str, Any]]] = {}
-        """Per subject: descriptors by digest."""
+        """Descriptors by digest, by subject."""
 
     def _respond(self, handler: QuietHandler, headers: dict[str, str], body: bytes) -> None:
         path, _, query = handler.path.partition("?")
@@ -213,7 +215,7 @@ class ReferrersRelay(FaultyRelay):
             handler.reply(200, json.dumps(document).encode(), **link)
             return
         if handler.command == "DELETE":
-            # Before the answer: who has it may ask for the list at once.
+            # Before the answer, since the client may ask for the list right after it.
             for descriptors in self._referrers.values():
                 descriptors.pop(path.rpartition("/")[2], None)
         super()._respond(handler, headers, body)

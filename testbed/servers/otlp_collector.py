@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry: decodes what it gets by OpenTelemetry's own schema."""
+"""A collector of OpenTelemetry that decodes requests by OpenTelemetry's own schema."""
 
 import base64
 import gzip
@@ -23,7 +23,7 @@ MESSAGES: dict[str, Any] = {
 
 
 def by_schema(path: str, document: Any) -> Any:
-    """The message of an OTLP-JSON request; nothing in it may be unknown to the schema."""
+    """Return the message of an OTLP-JSON request; fields that are not in the schema are errors."""
 
     def ids_in_base64(value: Any) -> Any:
         if isinstance(value, list):
@@ -40,8 +40,8 @@ def by_schema(path: str, document: Any) -> Any:
     return json_format.ParseDict(ids_in_base64(document), MESSAGES[path]())
 
 
-class Collector:
-    """A server that decodes what it gets, and answers what the test says first."""
+class OtlpCollector:
+    """Server that decodes requests, after the answers that the test has put into `answers`."""
 
     def __init__(self, context: ssl.SSLContext | None = None) -> None:
         self.answers: list[tuple[int, dict[str, str]]] = []
@@ -99,8 +99,8 @@ class Collector:
 
 
 @contextmanager
-def running_collector(context: ssl.SSLContext | None = None) -> Iterator[Collector]:
-    made = Collector(context)
+def running_collector(context: ssl.SSLContext | None = None) -> Iterator[OtlpCollector]:
+    made = OtlpCollector(context)
     try:
         yield made
     finally:

@@ -1,4 +1,4 @@
-"""A real registry (Debian's docker-registry) on a free loopback port, for tests."""
+"""A real registry (Debian's docker-registry) on a free loopback port."""
 
 import base64
 import contextlib
@@ -35,8 +35,10 @@ class Registry:
         return f"http://{self.host}"
 
     def push_layout(self, layout: Path, tag: str, name: str, login: str = "") -> str:
-        """Copy the image `tag` of an OCI layout to `name` (REPOSITORY:TAG); returns where it is,
-        HOST/NAME. Every platform of an index goes along."""
+        """Copy the image `tag` of an OCI layout, with all its platforms, to the registry.
+
+        `name` is REPOSITORY:TAG. Return the image's reference, HOST/NAME.
+        """
         where = f"{self.host}/{name}"
         credentials = ("--dest-creds", login) if login else ()
         run_tool(
@@ -48,7 +50,7 @@ class Registry:
 
 
 def free_port() -> int:
-    """One that stays free until somebody binds it: no outgoing connection is given it."""
+    """Return a port that no outgoing connection is given: it stays free until it is bound."""
     (port,) = unassigned_ports(1)
     return port
 
@@ -57,7 +59,10 @@ def free_port() -> int:
 def running_registry(
     root: Path, auth: dict[str, Any] | None = None, tls: dict[str, Any] | None = None
 ) -> Iterator[Registry]:
-    """A registry that keeps its files under `root`; `auth` and `tls` as in its configuration."""
+    """Yield a registry that keeps its files under `root`.
+
+    `auth` and `tls` are these parts of its configuration.
+    """
     program = shutil.which(PROGRAM)
     if program is None:
         raise MissingError(f"{PROGRAM} is not installed")
@@ -100,14 +105,14 @@ def running_registry(
 
 
 def htpasswd_auth(root: Path, user: str, password: str) -> dict[str, Any]:
-    """The registry's configuration for Basic logins."""
+    """Return the registry's configuration for Basic authentication by this user and password."""
     if shutil.which("htpasswd") is None:
         raise MissingError("htpasswd (apache2-utils) is not installed")
     root.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         ["htpasswd", "-Bbni", user], input=password, capture_output=True, text=True, check=False
     )
-    if done.returncode:  # older ones want it on the command line
+    if done.returncode:  # older versions want the password on the command line
         done = subprocess.run(
             ["htpasswd", "-Bbn", user, password], capture_output=True, text=True, check=True
         )
@@ -116,8 +121,11 @@ def htpasswd_auth(root: Path, user: str, password: str) -> dict[str, Any]:
 
 
 class TokenServer:
-    """Gives tokens that the registry accepts to whoever logs in with `user` and `password` (GET),
-    or with `refresh_token` (POST). `requests` has what was asked, without the secrets."""
+    """Server of tokens that the registry accepts.
+
+    It gives a token for `user` and `password` (GET), or for `refresh_token` (POST). `requests`
+    holds the parameters of requests, without secrets.
+    """
 
     def __init__(self, root: Path, user: str, password: str, refresh_token: str = "") -> None:
         if shutil.which("openssl") is None:
@@ -141,7 +149,7 @@ class TokenServer:
 
     @property
     def auth(self) -> dict[str, Any]:
-        """The registry's configuration."""
+        """Registry's configuration for tokens of this server."""
         return {
             "token": {
                 "realm": self.url,
@@ -216,11 +224,11 @@ def _base64url(data: bytes) -> str:
 
 
 class QuietHandler(BaseHTTPRequestHandler):
-    """HTTP/1.1 that logs nothing."""
+    """Handler of HTTP/1.1 that logs nothing."""
 
     protocol_version = "HTTP/1.1"
     timeout = 60
-    # Else a body, which follows its header, waits 40 ms for the client's word that this came.
+    # Without this, a body waits up to 40 ms for the client to acknowledge the header.
     disable_nagle_algorithm = True
 
     def log_message(self, *arguments: object) -> None:
@@ -241,11 +249,11 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that has gone is no matter."""
+        """Ignore errors of clients that have closed their connection."""
 
 
 def serve(handler: type[BaseHTTPRequestHandler], address: str = "127.0.0.1") -> ThreadingHTTPServer:
-    """A server on a free port of a loopback address; end it with shutdown() and server_close()."""
+    """Start a server on a free port of loopback; end it by shutdown() and server_close()."""
     server = _Server((address, 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     return server

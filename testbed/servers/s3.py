@@ -1,9 +1,8 @@
-"""Real S3 servers for tests, in processes of their own, on loopback: moto's, and Ceph's gateway.
+"""Real S3 servers in processes of their own on loopback: moto's, and Ceph's gateway.
 
-moto is up in a second and takes every request that boto3 makes. Ceph's gateway is what many
-clusters have: it refuses every `If-Match`, ignores `If-None-Match` where an upload in parts is
-completed, and answers some failures without a body. Its monitor and its one OSD keep everything in
-memory.
+moto starts in a second and accepts every request that boto3 makes. Ceph's gateway is common on
+clusters: it refuses every `If-Match`, ignores `If-None-Match` when a multipart upload is completed,
+and answers some failures without a body. Its monitor and its one OSD keep everything in memory.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from typing import Any
 
 from testbed.hdfs.cluster import unassigned_ports
 from testbed.needs import require
-from testbed.processes import ending_with_us
+from testbed.processes import killed_with_parent
 from testbed.waiting import is_listening, wait_started
 
 _START_DEADLINE_S = 240
@@ -30,7 +29,7 @@ _KEY, _SECRET = "AKTEST", "SKTEST"
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[dict[str, str]]:
-    """The environment under which `s3://bucket/...` is a bucket of a server of moto."""
+    """Yield the environment in which `s3://bucket/...` is a bucket of a moto server."""
     require(modules=["moto", "boto3", "obstore"])
     process = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"],
@@ -68,7 +67,7 @@ def _environment(endpoint: str, key: str, secret: str) -> dict[str, str]:
 
 
 def client_of(environment: Mapping[str, str]) -> Any:
-    """A client of boto3 for a server, as programs of others have it."""
+    """Return a boto3 client for a server."""
     return importlib.import_module("boto3").client(
         "s3",
         endpoint_url=environment["AWS_ENDPOINT_URL"],
@@ -79,7 +78,7 @@ def client_of(environment: Mapping[str, str]) -> Any:
 
 
 def make_bucket(environment: Mapping[str, str], name: str) -> None:
-    """Make a bucket; one that is there is no error."""
+    """Make a bucket unless it exists."""
     client = client_of(environment)
     there = (client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists)
     with contextlib.suppress(*there):
@@ -88,7 +87,7 @@ def make_bucket(environment: Mapping[str, str], name: str) -> None:
 
 @contextlib.contextmanager
 def rgw_server(base: Path) -> Iterator[dict[str, str]]:
-    """The environment under which `s3://bucket/...` is a bucket of a Ceph gateway.
+    """Yield the environment in which `s3://bucket/...` is a bucket of a Ceph gateway.
 
     Its files are in `base`. Raises: MissingError.
     """
@@ -112,7 +111,7 @@ def rgw_server(base: Path) -> Iterator[dict[str, str]]:
     def start(*words: str | Path) -> "subprocess.Popen[bytes]":
         command = [*map(str, words), "-f", "-c", str(configuration)]
         with log.open("ab") as sink:
-            process = subprocess.Popen(ending_with_us(command), stdout=sink, stderr=sink)
+            process = subprocess.Popen(killed_with_parent(command), stdout=sink, stderr=sink)
         started.append(process)
         return process
 
@@ -138,7 +137,7 @@ def rgw_server(base: Path) -> Iterator[dict[str, str]]:
 
 _FSID = "11111111-2222-3333-4444-555555555555"
 _OSD = "22222222-3333-4444-5555-666666666666"
-# Nothing is replicated, encrypted or kept, and what is deleted is freed at once. Nagle's algorithm
+# Nothing is replicated, encrypted or kept, and deleted objects are freed at once. Nagle's algorithm
 # would add 40 ms to each answer. A monitor would end itself where the disk is 95 % full.
 _CONFIGURATION = """[global]
 fsid = 11111111-2222-3333-4444-555555555555

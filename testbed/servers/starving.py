@@ -1,5 +1,7 @@
-"""An HTTP server of one file whose connections starve, break or hang, as a test tells it; it shows
-which ranges were asked for. To a registry's client it looks like a registry with one blob."""
+"""An HTTP server of one file whose connections starve, break or hang, as a test chooses.
+
+It records the requested ranges. To a registry's client it looks like a registry with one blob.
+"""
 
 import re
 import threading
@@ -15,26 +17,26 @@ _PIECE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
-class Fault:
-    """What becomes of one answer after `after_bytes` of its body."""
+class AnswerFault:
+    """Fault of one answer after `after_bytes` of its body."""
 
     after_bytes: int
     trickle_s: float = -1.0
-    """From there on send a byte each so many seconds; below 0: close the connection."""
+    """Seconds between the single bytes that follow; below 0, the connection is closed."""
 
 
-Choose: TypeAlias = Callable[[int, int], Fault | None]
-"""`choose(number of the request, first byte asked for)`."""
+Choose: TypeAlias = Callable[[int, int], AnswerFault | None]
+"""`choose(number of the request, first requested byte)` returns the fault of the answer, if any."""
 
 
 @dataclass
 class StarvingServer(Closing):
-    """Serves `data` under any path; as a context manager."""
+    """Server of `data` under any path; a context manager."""
 
     data: bytes
     choose: Choose = lambda number, start: None
     ranges: list[tuple[int, int]] = field(default_factory=list)
-    """The [start, end) of each request for a range, in the order in which they came."""
+    """The [start, end) of each range request, in the order of arrival."""
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,7 +78,8 @@ class StarvingServer(Closing):
         if fault is None or until == end:
             return
         handler.close_connection = True
-        # A connection breaks some time after its last bytes, which have been taken by then.
+        # Real connections break some time after their last bytes, which the client has taken by
+        # then.
         self._stopped.wait(0.0 if fault.trickle_s >= 0 else 0.5)
         while fault.trickle_s >= 0 and at < end and not self._stopped.wait(fault.trickle_s):
             at += self._send(handler, at, at + 1)

@@ -1,10 +1,10 @@
-"""A Slurm of some nodes on this machine, with Debian's own packages: munged, slurmctld and a slurmd
-for each node; with accounting also mariadbd and slurmdbd.
+"""A Slurm of several nodes on this machine, from Debian's packages.
 
-The controller and each node are a `Machine`: processes, mounts, network, control groups, users and
-disks are their own. Processes of a step are found by their control group, as on most
-clusters (proctrack/cgroup), where this machine has control groups of version 1; else by their
-descent (proctrack/linuxproc).
+It runs munged, slurmctld and a slurmd for each node; with accounting also mariadbd and slurmdbd.
+The controller and each node are a `SlurmMachine` with processes, mounts, network, control groups,
+users and disks of their own. Slurm finds the processes of a step by their control group, as on most
+clusters (proctrack/cgroup), where this machine has version 1; else by their parents
+(proctrack/linuxproc).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import Any
 from testbed.needs import MissingError
 from testbed.slurm.machine import (
     UNIFIED,
-    Machine,
+    SlurmMachine,
     addresses,
     environment_of,
     has_groups,
@@ -44,11 +44,11 @@ _PROGRAMS = (
 _ACCOUNTING_PROGRAMS = ("slurmdbd", "sacctmgr", "sacct", "mariadbd", "mariadb-install-db")
 _PATH = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
 USERS = {"alice": 2101, "bob": 2102}
-"""Users of the cluster, whom this machine does not know."""
+"""Users of the cluster; this machine does not have them."""
 KILL_WAIT_S = 8
-"""So long after SIGTERM a step is killed."""
+"""Seconds between SIGTERM and SIGKILL of a step."""
 REQUEUE_S = 10
-"""So long a requeued job is held."""
+"""Seconds for which a requeued job is held."""
 _PREFIX = "bootseer-slurm-"
 CONTROLLER = "controller"
 
@@ -105,7 +105,7 @@ _CGROUP = {
 
 
 def require_slurm(*, accounting: bool = False) -> None:
-    """Skip the test where Slurm is not installed, or cannot be run."""
+    """Raise MissingError if Slurm is not installed or cannot run here."""
     programs = _PROGRAMS + (_ACCOUNTING_PROGRAMS if accounting else ())
     missing = [name for name in programs if shutil.which(name, path=_PATH) is None]
     if missing:
@@ -118,9 +118,12 @@ def require_slurm(*, accounting: bool = False) -> None:
 
 
 class SlurmCluster:
-    """A running cluster. `configuration`: more lines of slurm.conf. `hierarchies`: the control
-    groups of its nodes; without that of the default processes are found by their descent.
-    `slurmd_prefix`: words that run what follows them."""
+    """A Slurm cluster.
+
+    `configuration` are more lines of slurm.conf. `hierarchies` are the control groups of its nodes;
+    where the default one is missing, processes are found by their parents. `slurmd_prefix` are
+    words before slurmd's command.
+    """
 
     def __init__(
         self,
@@ -136,11 +139,11 @@ class SlurmCluster:
         self._slurmd_prefix = slurmd_prefix
         self.hierarchies = hierarchies if has_groups(*hierarchies) else ()
         self.nodes = [f"n{number + 1}" for number in range(node_count)]
-        self.machines: dict[str, Machine] = {}
+        self.machines: dict[str, SlurmMachine] = {}
         self.home = folder / "home"
-        """What all machines have as /home."""
+        """Folder that all machines have as /home."""
         self.etc = folder / "etc"
-        """What is added to /etc of all machines when they start."""
+        """Files that are added to /etc of all machines when they start."""
         self._configuration = configuration
         self._accounting = accounting
         for path in (self.home, self.etc / "slurm", folder / "munge"):
@@ -154,7 +157,7 @@ class SlurmCluster:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["SlurmCluster"]:
-        """Start all of it; at the end nothing of it is left."""
+        """Start the cluster; at the end of the block everything is removed."""
         prefix = f"{_PREFIX}{os.getpid()}"
         names = [CONTROLLER, *self.nodes]
         with machines(names, self.folder, prefix, self.hierarchies) as found:
@@ -163,8 +166,8 @@ class SlurmCluster:
             yield self
 
     @property
-    def controller(self) -> Machine:
-        """Where slurmctld runs, and users log in."""
+    def controller(self) -> SlurmMachine:
+        """Machine on which slurmctld runs and users log in."""
         return self.machines[CONTROLLER]
 
     def _start_all(self) -> None:
@@ -184,7 +187,7 @@ class SlurmCluster:
             f"{count} idle nodes: {self.controller.run('sinfo', '-R')}",
         )
 
-    def _start_munge(self, machine: Machine) -> None:
+    def _start_munge(self, machine: SlurmMachine) -> None:
         where = "/run/munge"
         machine.path(where).mkdir(mode=0o755, exist_ok=True)
         (machine.path(where) / "munge.socket.2").unlink(missing_ok=True)
@@ -202,19 +205,21 @@ class SlurmCluster:
         self.machines[name].start_process(*self._slurmd_prefix, "slurmd", "-D", "-N", name)
 
     def kill_slurmd(self, name: str) -> None:
-        """SIGKILL of the node's slurmd, and of nothing else."""
+        """Kill the node's slurmd by SIGKILL, and nothing else."""
         file = self.machines[name].path("/run/slurmd.pid")
         wait_for(file.exists, "slurmd's start")
         self.machines[name].run("kill", "-9", file.read_text().strip())
         file.unlink()
 
     def lose_node(self, name: str) -> None:
-        """SIGKILL of all that Slurm has on a node, and of all that its jobs have there."""
+        """Kill Slurm's daemons and all processes of jobs on a node by SIGKILL."""
         self.machines[name].run("sh", "-c", "kill -9 -1")
 
     def lose_power(self, name: str) -> None:
-        """As `lose_node`; but its mounts and control groups are gone as well, and what was in
-        memory. It is on again, without Slurm's daemons."""
+        """Restart the machine of a node, without Slurm's daemons.
+
+        Its mounts, control groups and the content of its memory are gone.
+        """
         self.machines[name].lose_power(self.controller)
 
     def return_node(self, name: str) -> None:
@@ -277,7 +282,7 @@ class SlurmCluster:
     # ---- its use --------------------------------------------------------------------------------
 
     def run(self, *command: str, user: str = "root", timeout_s: float = 60.0) -> str:
-        """What a command of Slurm prints on the controller; empty where it fails."""
+        """Run a command on the controller and return its output, or "" if it fails."""
         try:
             done = self.controller.run(*command, user=user, timeout_s=timeout_s)
         except subprocess.TimeoutExpired:
@@ -285,7 +290,7 @@ class SlurmCluster:
         return done.stdout if done.returncode == 0 else ""
 
     def submit(self, *words: str, user: str = "alice", script: str = "") -> int:
-        """Submit a job as a user does, from home; its number. `script`: what it runs."""
+        """Submit `script` as a user does, from the home folder; return the job's number."""
         done = subprocess.run(
             self.controller.command("sbatch", *words, user=user),
             env=environment_of(user),
@@ -299,32 +304,32 @@ class SlurmCluster:
         return int(found[1])
 
     def state(self, job: int | str) -> str:
-        """The job's state, as RUNNING."""
+        """Return the job's state, such as RUNNING."""
         found = re.search(r"JobState=(\w+)", self.run("scontrol", "show", "job", str(job)))
         return found[1] if found else ""
 
     def wait_for_state(self, job: int | str, *states: str, timeout_s: float = 120.0) -> str:
-        """Until the job's state is one of these; returns it."""
+        """Wait until the job's state is one of `states`, and return it."""
         try:
             wait_for(
                 lambda: self.state(job) in states,
                 f"job {job} {' or '.join(states)}",
                 timeout_s=timeout_s,
-                look_s=0.2,
+                interval_s=0.2,
             )
         except AssertionError as error:
             raise AssertionError(f"{error}: it is {self.state(job)}\n{self.logs()}") from None
         return self.state(job)
 
     def wait_for_idle(self, count: int | None = None) -> None:
-        """Until all nodes are idle: epilogs have ended, and none is drained."""
+        """Wait until `count` nodes (by default all) are idle: no epilog runs, none is drained."""
         wanted = f"{count or len(self.nodes)} idle"
         wait_for(
-            lambda: self.run("sinfo", "-h", "-o", "%D %t").strip() == wanted, wanted, look_s=0.2
+            lambda: self.run("sinfo", "-h", "-o", "%D %t").strip() == wanted, wanted, interval_s=0.2
         )
 
     def logs(self) -> str:
-        """What the daemons did, and what jobs said."""
+        """Return the ends of the daemons' logs and of the jobs' output."""
         logs = [path for one in self.machines.values() for path in one.path("/var/log").glob("*")]
         logs += [path for path in self.home.glob("*/*.out") if path.is_file()]
         shown = [f"--- {path}\n{path.read_text(errors='replace')[-6000:]}" for path in logs]
@@ -333,7 +338,7 @@ class SlurmCluster:
 
 @contextlib.contextmanager
 def cluster_folder() -> Iterator[Path]:
-    """A folder for a cluster, which its users may enter. What killed test runs left goes first."""
+    """Yield a folder for a cluster that its users may enter; remove those of killed test runs."""
     top = Path(tempfile.gettempdir())
     for old in top.glob(f"{_PREFIX}*"):
         owner = old.name.removeprefix(_PREFIX).partition("-")[0]
@@ -352,8 +357,10 @@ def cluster_folder() -> Iterator[Path]:
 def running_cluster(
     *, accounting: bool = False, files: Mapping[str, str] | None = None, **options: Any
 ) -> Iterator[SlurmCluster]:
-    """A cluster of two nodes, with these files in /etc of all machines; skips the test where there
-    can be none. `options`: as `SlurmCluster` has them."""
+    """Yield a cluster of two nodes with these files in /etc of all machines.
+
+    `options` are those of `SlurmCluster`. Raises: MissingError.
+    """
     require_slurm(accounting=accounting)
     with cluster_folder() as folder:
         cluster = SlurmCluster(folder, accounting=accounting, **options)

@@ -1,9 +1,9 @@
-"""A machine of a cluster: namespaces of mounts, processes, network, host name, IPC and control
-groups on this machine, and disks of its own. The first one of a cluster is its network's switch.
+"""A machine of a Slurm cluster: namespaces and control groups on this machine, and its own disks.
 
-It ends with the process that made it, however that ends, and takes every process and mount along.
-Nothing of the real machine changes: what differs in /etc is a layer over it. Run as a program, this
-file is a machine's first process.
+The namespaces are of mounts, processes, network, host name, IPC and control groups. The first
+machine of a cluster is the switch of its network. A machine ends with the process that made it, and
+takes every process and mount along. The real machine is not changed: changes to /etc are in an
+overlay. Run as a program, this module is a machine's first process.
 """
 
 import contextlib
@@ -18,29 +18,32 @@ from typing import Any
 
 from bootseer.linux import namespaces
 from testbed.paths import REPOSITORY
-from testbed.waiting import looks, pause, wait_for
+from testbed.waiting import pause, polling, wait_for
 
 OWN = ("/tmp", "/run", "/var/tmp", "/var/log", "/var/spool", "/var/cache", "/var/lib", "/mnt")
 """Folders of a machine's own, in memory, empty at first."""
 DISKS = ("/var/tmp", "/var/log", "/var/spool", "/var/cache", "/var/lib")
-"""The ones of these that keep their content when the machine loses its power."""
+"""Folders of OWN that keep their content when the machine loses its power."""
 HOMES = "/home"
-"""The folder that all machines share."""
+"""Folder that all machines share."""
 ETC = "/etc"
 CGROUPS = Path("/sys/fs/cgroup")
 UNIFIED = "unified"
-"""The hierarchy of version 2. Others are of version 1, and called as their controller."""
+"""Hierarchy of version 2; a hierarchy of version 1 has the name of its controller."""
 _END_S = 20.0
 
 
 def has_groups(*hierarchies: str) -> bool:
-    """Whether this machine has these hierarchies of control groups."""
+    """Return whether this machine has these hierarchies of control groups."""
     return all((CGROUPS / one / "cgroup.procs").exists() for one in hierarchies)
 
 
-class Machine:
-    """One of them. `folder` is the cluster's, with `etc` (what is added to /etc) and `home`.
-    `hierarchies`: those of control groups that it has; each machine has its own part."""
+class SlurmMachine:
+    """Machine of a Slurm cluster.
+
+    `folder` is the cluster's, with `etc` (files added to /etc) and `home`. The machine has a group
+    of its own in each of the `hierarchies`.
+    """
 
     def __init__(
         self, name: str, folder: Path, prefix: str, address: str, hierarchies: Sequence[str]
@@ -54,7 +57,7 @@ class Machine:
         self._pid = 0
 
     def start(self) -> None:
-        """Begin its first process, which waits for nothing but what it adopts."""
+        """Start the machine's first process, which reaps orphans."""
         groups = [CGROUPS / one / self._group for one in self._hierarchies]
         for group in groups:
             group.mkdir(exist_ok=True)
@@ -70,7 +73,8 @@ class Machine:
         }
         apart = ["--mount", "--uts", "--ipc", "--net", "--pid", "--propagation", "private"]
         apart += ["--cgroup"] if self._hierarchies else []
-        # It was switched on this moment: slurmd tells the controller when that was.
+        # The machine was switched on just now: slurmd reports the time of the boot to the
+        # controller.
         up_s = float(Path("/proc/uptime").read_text().split()[0])
         apart += ["--time", f"--boottime=-{int(up_s)}"]
         log = (self._folder / f"{self.name}.log").open("wb")
@@ -90,9 +94,9 @@ class Machine:
         children = Path(f"/proc/{self._first.pid}/task/{self._first.pid}/children")
         self._pid = int(children.read_text().split()[0])
 
-    def connect(self, switch: "Machine") -> None:
-        """Give it its address on the network of the machine `switch`, which may be itself."""
-        here, there = [*self.on_its_network(), "ip"], [*switch.on_its_network(), "ip"]
+    def connect(self, switch: "SlurmMachine") -> None:
+        """Connect the machine to the network of the machine `switch`, which may be itself."""
+        here, there = [*self.network_command(), "ip"], [*switch.network_command(), "ip"]
         if self is switch:
             device = "bridge"
             steps = [[*here, "link", "add", "bridge", "type", "bridge"]]
@@ -111,12 +115,12 @@ class Machine:
         for step in steps:
             subprocess.run(step, check=True)
 
-    def on_its_network(self) -> list[str]:
-        """The words that run a command of this machine on its network."""
+    def network_command(self) -> list[str]:
+        """Return the words that run a command of the real machine in this machine's network."""
         return ["nsenter", f"--net=/proc/{self._pid}/ns/net"]
 
     def command(self, *command: str, user: str = "root") -> list[str]:
-        """The words by which `command` runs on it, as a log-in of this user would."""
+        """Return the words that run `command` on the machine in a log-in of this user."""
         words = ["nsenter", "--target", str(self._pid), "--all", f"--wdns={_home(user)}"]
         if user != "root":
             words += ["setpriv", "--reuid", user, "--regid", user, "--init-groups"]
@@ -125,7 +129,7 @@ class Machine:
     def start_process(
         self, *command: str, user: str = "root", log: Path | None = None
     ) -> "subprocess.Popen[bytes]":
-        """Start a command on it."""
+        """Start a command on the machine."""
         output: Any = subprocess.DEVNULL
         with contextlib.ExitStack() as stack:
             if log is not None:
@@ -145,7 +149,7 @@ class Machine:
         timeout_s: float = 60.0,
         variables: Mapping[str, str] | None = None,
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a command on it, and wait for its end."""
+        """Run a command on the machine, and wait for its end."""
         return subprocess.run(
             self.command(*command, user=user),
             env={**environment_of(user), **(variables or {})},
@@ -156,28 +160,27 @@ class Machine:
         )
 
     def processes(self) -> list[str]:
-        """The command lines of all that runs on it but its first process and `ps` itself."""
+        """Return the command lines of all processes but the machine's first one and `ps` itself."""
         shown = self.run("ps", "-eo", "pid=,args=").stdout.splitlines()
         lines = [line.strip().partition(" ") for line in shown]
         return [args.strip() for pid, _, args in lines if pid != "1" and "ps -eo" not in args]
 
     def mounts(self) -> list[str]:
-        """Where FUSE file systems and overlays are mounted on it, but that of /etc."""
+        """Return the mount points of FUSE file systems and overlays, except /etc."""
         return [where for where in _mounted(self._pid) if where != ETC]
 
     def path(self, inside: str) -> Path:
-        """How this machine's root user reaches a path of it."""
+        """Return the path by which this machine's root user reaches a path of it."""
         return Path(f"/proc/{self._pid}/root") / inside.lstrip("/")
 
-    def lose_power(self, switch: "Machine") -> None:
-        """Kill all that runs on it at once, and switch it on again: its disks are as they were,
-        all else is as at first."""
+    def lose_power(self, switch: "SlurmMachine") -> None:
+        """Kill everything on the machine and switch it on again; only its disks are kept."""
         self.run("sh", "-c", "kill -9 -1")
         wait_for(lambda: not self.processes(), f"the end of all that runs on {self.name}")
         with tempfile.TemporaryDirectory(dir=self._folder) as kept:
             places = [place[1:] for place in DISKS]
             subprocess.run(["cp", "-a", "--parents", *places, kept], cwd=self.path("/"), check=True)
-            subprocess.run([*switch.on_its_network(), "ip", "link", "del", f"to-{self.name}"])
+            subprocess.run([*switch.network_command(), "ip", "link", "del", f"to-{self.name}"])
             self.end()
             self.start()
             self.connect(switch)
@@ -186,7 +189,7 @@ class Machine:
                 subprocess.run(copy, check=True)
 
     def end(self) -> None:
-        """End all that runs on it."""
+        """End everything that runs on the machine."""
         first, self._first = self._first, None
         if first is not None:
             first.kill()
@@ -201,7 +204,7 @@ def _home(user: str) -> str:
 
 
 def environment_of(user: str) -> dict[str, str]:
-    """What a log-in of this user has."""
+    """Return the environment of a log-in of this user."""
     programs = Path(sys.executable).parent
     return {
         "HOME": "/tmp" if user == "root" else _home(user),
@@ -214,7 +217,7 @@ def environment_of(user: str) -> dict[str, str]:
 
 
 def addresses() -> Iterator[str]:
-    """Of the machines of a cluster: no other network sees them."""
+    """Yield addresses for the machines of a cluster; no other network sees them."""
     return (f"10.217.0.{number}" for number in range(1, 255))
 
 
@@ -227,16 +230,16 @@ print(int.from_bytes(found, sys.byteorder))
 
 
 def _lowest_cpu() -> int:
-    """The CPU on which new mount namespaces get the lowest numbers.
+    """Return the CPU on which new mount namespaces get the lowest numbers.
 
-    Linux 6.18 counts them on each CPU apart, and binds the file of no namespace whose number is
-    below that of the caller's. Slurm binds those of jobs (job_container/tmpfs).
+    Linux 6.18 numbers mount namespaces for each CPU, and refuses to bind a namespace's file if its
+    number is below the caller's. Slurm binds those of jobs (job_container/tmpfs).
     """
     numbers = {}
     for cpu in os.sched_getaffinity(0):
         words = ["taskset", "--cpu-list", str(cpu), "unshare", "--mount", sys.executable]
         done = subprocess.run([*words, "-c", _NUMBER], capture_output=True)
-        numbers[cpu] = int(done.stdout or 0)  # older kernels do not tell, and count as one
+        numbers[cpu] = int(done.stdout or 0)  # older kernels have no such number: any CPU will do
     return min(numbers, key=lambda cpu: numbers[cpu])
 
 
@@ -244,8 +247,8 @@ def _lowest_cpu() -> int:
 
 
 def remove_groups(name: str) -> None:
-    """Remove control groups in which nothing runs any more; `name` may be a pattern."""
-    for _ in looks(_END_S, 0.05):
+    """Remove control groups once no process runs in them; `name` may be a pattern."""
+    for _ in polling(_END_S, 0.05):
         left = list(CGROUPS.glob(f"*/{name}"))
         for group in left:
             for folder, _, _ in os.walk(group, topdown=False):
@@ -259,14 +262,14 @@ def remove_groups(name: str) -> None:
 
 
 def _main(plan: dict[str, Any]) -> None:
-    """Furnish the namespaces, say so, and reap."""
+    """Mount the machine's folders, print "ready", and reap orphans for ever."""
     folder = Path(plan["folder"])
     subprocess.run(["hostname", plan["name"]], check=True)
-    # What lies below a folder that gets another content is shown again.
+    # Folders below a replaced folder are mounted again.
     shown = [(Path(path), os.open(path, os.O_PATH)) for path in plan["shown"]]
     sources = {name: os.open(folder / name, os.O_PATH) for name in ("home", "etc")}
     for where in reversed(_mounted("self")):
-        namespaces.unmount(where)  # what this machine has mounted, which goes on there
+        namespaces.unmount(where)  # the real machine's mounts, which stay there
     for one in plan["hierarchies"]:
         if one == UNIFIED:
             namespaces.mount("none", CGROUPS, "cgroup2", 0, "")
@@ -292,7 +295,7 @@ def _main(plan: dict[str, Any]) -> None:
     for descriptor in (*sources.values(), *(fd for _, fd in shown)):
         os.close(descriptor)
     namespaces.mount("proc", "/proc", "proc", 0, "")
-    # This machine's own may be for its root user alone.
+    # The real machine's /dev/fuse may be for root alone.
     os.mknod("/run/fuse", 0o020666, os.stat("/dev/fuse").st_rdev)
     os.chmod("/run/fuse", 0o666)
     namespaces.mount("/run/fuse", "/dev/fuse", "", namespaces.MS_BIND, "")
@@ -310,7 +313,7 @@ def _main(plan: dict[str, Any]) -> None:
 
 
 def _mounted(pid: int | str) -> list[str]:
-    """Where FUSE file systems and overlays are mounted for this process."""
+    """Return the mount points of FUSE file systems and overlays of a process."""
     rows = [line.split() for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()]
     kinds = [(row[4], row[row.index("-") + 1]) for row in rows]
     return [where for where, kind in kinds if kind.startswith("fuse") or kind == "overlay"]
@@ -321,7 +324,7 @@ def _bind(descriptor: int, target: Path) -> None:
 
 
 def _closed_above(path: Path) -> str | None:
-    """The first folder on the way to `path` that only root may enter."""
+    """Return the first folder on the way to `path` that only root may enter, if any."""
     for parent in reversed(path.parents):
         if not parent.stat().st_mode & 0o001:
             return str(parent)
@@ -331,10 +334,10 @@ def _closed_above(path: Path) -> str | None:
 @contextlib.contextmanager
 def machines(
     names: Sequence[str], folder: Path, prefix: str, hierarchies: Sequence[str]
-) -> Iterator[dict[str, Machine]]:
-    """So many of them, until the block ends."""
+) -> Iterator[dict[str, SlurmMachine]]:
+    """Yield machines with these names on one network; end them with the block."""
     found = {
-        name: Machine(name, folder, prefix, address, hierarchies)
+        name: SlurmMachine(name, folder, prefix, address, hierarchies)
         for name, address in zip(names, addresses(), strict=False)
     }
     try:

@@ -1,1 +1,1 @@
-"""Generated starts of jobs, and nodes in namespaces that run them."""
+"""Generated starts of jobs, and real starts on nodes in namespaces."""

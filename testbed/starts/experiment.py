@@ -1,5 +1,7 @@
-"""A real start on several nodes, in which three are slow, each in its own way: one begins late, one
-has a slow disk, one a slow line. The program does little but wait for what is limited.
+"""A real start on several nodes with up to three faults, each on its own node.
+
+One node begins late, one has a slow disk, one a slow line. The program only waits for the limited
+resources.
 """
 
 import os
@@ -24,7 +26,7 @@ from testbed.waiting import pause
 LATE, DISK, LINE = "late", "slow disk", "slow line"
 FAULTS = {LATE: ("node-1", "late scheduling"), DISK: ("node-2", "slow disk"),
           LINE: ("node-3", "slow network")}  # fmt: skip
-"""Of each fault the node that has it, and what the report should call it."""
+"""For each fault, the node that has it and the report's name of the cause."""
 _DEADLINE_S = 240.0
 
 _PROGRAM = """
@@ -63,7 +65,7 @@ bootseer.ready()
 
 @dataclass(frozen=True)
 class Scale:
-    """How much each node reads and downloads, how fast, and how much slower where it is slow."""
+    """Sizes and rates of healthy nodes, and rates of slow ones."""
 
     read_bytes: int = 24_000_000
     download_bytes: int = 18_000_000
@@ -75,7 +77,7 @@ class Scale:
 
 
 class Experiment:
-    """Starts on the nodes of a site, whose files are in `folder`, on a real disk."""
+    """Starts on the nodes of a site; their files are in `folder`, on a real disk."""
 
     def __init__(self, site: Nodes, folder: Path, scale: Scale) -> None:
         self._site = site
@@ -102,7 +104,7 @@ class Experiment:
         self._server.close()
 
     def start(self, faults: Collection[str]) -> StartModel:
-        """One start, with these faults."""
+        """Run one start with these faults; return the report's model of it."""
         self._count += 1
         scale, waiting = self._scale, {}
         for node in self._site.nodes:
@@ -120,7 +122,7 @@ class Experiment:
                 running.append(self._run(node))
             for process in running:
                 if process.wait(_DEADLINE_S) != 0:
-                    raise RuntimeError(f"a node failed; its words are in {self._folder}")
+                    raise RuntimeError(f"a node failed; its output is in {self._folder}")
         finally:
             for process in running:
                 if process.poll() is None:
@@ -154,7 +156,7 @@ class Experiment:
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        """Bytes for who asks for them; who meets is told when all have come."""
+        """Send the requested bytes ("get"), or answer all nodes once the last has come ("meet")."""
         with connection.makefile("rb") as lines:
             what, _, rest = lines.readline().decode().strip().partition(" ")
         try:
@@ -172,4 +174,4 @@ class Experiment:
                 one.sendall(b"1")
                 one.close()
         except OSError:
-            return  # a node has gone
+            return  # the node has ended

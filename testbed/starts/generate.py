@@ -1,10 +1,10 @@
-"""Makes starts of any size, with injected faults and the truth about them. Pure but for the seed.
+"""Generates starts of any size with known, injected faults. Pure but for the seed.
 
 A node schedules, serves an image, sets up an environment while a checkpoint is mounted, and runs
 its ranks, which import, meet, load, compile and take a step. Durations are log-normal: a part
-common to the stage and the node, a smaller one for the rank. A fault changes durations *and* the
-figures that a kernel would show beside them; figures are noisy on healthy nodes, too. A node may
-have several faults. `hard` makes starts that are as unkind as real ones.
+common to the stage and the node, and a smaller part for the rank. A fault changes durations *and*
+the kernel figures that such a fault shows; the figures of healthy nodes are noisy, too. A node may
+have several faults. `hard` generates starts as irregular as real ones.
 """
 
 import math
@@ -35,82 +35,84 @@ CAUSES: tuple[Cause, ...] = (
     "slow import",
 )
 
-# Seconds of each stage on a healthy node, and which resource it waits for.
+# Seconds of each stage on a healthy node.
 _IMAGE_S, _ENVIRONMENT_S, _CHECKPOINT_S = 8.0, 3.0, 1.5
 _IMPORTS = {"import torch": 2.5, "import transformers": 1.6, "import datasets": 0.7}
 _LOAD_S, _COMPILE_S, _BATCH_S, _STEP_S = 12.0, 20.0, 2.0, 1.2
 _RANK_SHARE = 0.3
-"""The spread among the ranks of a node, as a share of that among nodes."""
+"""Spread among the ranks of a node, as a share of the spread among nodes."""
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One node that is slower than the others, and why."""
+class InjectedFault:
+    """Cause that makes a node slower than the others."""
 
     node: str
     cause: Cause
     severity: float = 2.0
-    """How many times as long what waits for the broken resource takes."""
+    """Factor by which the waits for the broken resource are longer."""
 
 
 @dataclass(frozen=True)
 class Unkindness:
-    """What makes a start hard to explain. Shares are those of nodes, unless they say otherwise."""
+    """Irregularities that make a start hard to explain. Shares are shares of nodes unless noted."""
 
     tail_share: float = 0.0
-    """Of the stages of ranks: these take several times as long, for no reason that is noted."""
+    """Share of ranks' stages that take several times as long, without a noted reason."""
     hiccup_share: float = 0.0
-    """The same for the stages of launchers: a healthy node that was slow once."""
+    """Share of launchers' stages that take several times as long, without a noted reason."""
     blind_share: float = 0.0
-    """These note no figures of the kernel."""
+    """Nodes that note no figures of the kernel."""
     silent_share: float = 0.0
-    """Of these only the launcher notes anything."""
+    """Nodes on which only the launcher notes anything."""
     misleading_share: float = 0.0
-    """These have figures of a fault, and are no slower for it."""
+    """Nodes with the figures of a fault that are no slower."""
     optional_count: int = 0
-    """Imports that are noted by some ranks, and by others not: they take about as long as what is
-    worth noting."""
+    """Imports that some ranks note and others do not, since they take about the least noted
+    time."""
     clock_s: float = 0.0
-    """Standard deviation of the clocks."""
+    """Standard deviation of the clocks in seconds."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A start to be made."""
+    """Description of a start to generate."""
 
     node_count: int
     rank_count: int = 8
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[InjectedFault, ...] = ()
     noise: float = 0.05
     """Standard deviation of the logarithm of durations among nodes."""
     clock_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by which clocks of nodes are ahead."""
+    """Seconds by which the clocks of some nodes are ahead, by node."""
     filler_count: int = 0
-    """Further short stages of each rank, as many imports make them."""
+    """Number of further short stages of each rank, such as imports."""
     seed: int = 0
     unkind: Unkindness = Unkindness()
 
 
 def node_name(number: int) -> str:
-    """The name of a generated node."""
+    """Return the name of a generated node."""
     return f"node{number:05d}"
 
 
-def some_faults(count: int, node_count: int, seed: int = 0, severity: float = 2.0) -> list[Fault]:
-    """Faults of all causes in turn on nodes chosen at random."""
+def some_faults(
+    count: int, node_count: int, seed: int = 0, severity: float = 2.0
+) -> list[InjectedFault]:
+    """Return faults of all causes in turn on randomly chosen nodes."""
     chosen = random.Random(seed).sample(range(node_count), count)
     return [
-        Fault(node_name(node), CAUSES[number % len(CAUSES)], severity)
+        InjectedFault(node_name(node), CAUSES[number % len(CAUSES)], severity)
         for number, node in enumerate(chosen)
     ]
 
 
 def hard(node_count: int, fault_count: int, seed: int, rank_count: int = 8) -> Recipe:
-    """A start of which nothing is as one would like it: every sixth faulty node has two faults."""
+    """Return the recipe of an irregular start; every sixth faulty node has two faults."""
     chance = random.Random(f"hard {seed}")
     nodes = chance.sample(range(node_count), fault_count)
     faults = [
-        Fault(node_name(node), cause, chance.uniform(1.5, 4.0))
+        InjectedFault(node_name(node), cause, chance.uniform(1.5, 4.0))
         for number, node in enumerate(nodes)
         for cause in chance.sample(CAUSES, 2 if number % 6 == 5 else 1)
     ]
@@ -127,8 +129,8 @@ def hard(node_count: int, fault_count: int, seed: int, rank_count: int = 8) -> R
     return Recipe(node_count, rank_count, tuple(faults), 0.1, far, seed=seed, unkind=unkind)
 
 
-class Start:
-    """A start that was made."""
+class GeneratedStart:
+    """Generated start, and the truth about it."""
 
     def __init__(self, recipe: Recipe) -> None:
         faults: dict[str, dict[Cause, float]] = {}
@@ -136,7 +138,7 @@ class Start:
             faults.setdefault(fault.node, {})[fault.cause] = fault.severity
         names = map(node_name, range(recipe.node_count))
         self._nodes = [_Node(recipe, name, faults.get(name, {})) for name in names]
-        # Nobody leaves a barrier before the last one came: three rounds over all ranks.
+        # No rank leaves a barrier before the last one has come: three rounds over all ranks.
         for name in ("init_process_group", "first collective", "first step"):
             ranks = [rank for node in self._nodes for rank in node.ranks]
             for rank in ranks:
@@ -147,19 +149,19 @@ class Start:
         self.lost_s: dict[str, dict[Cause, float]] = {
             node.name: node.lost_s for node in self._nodes if node.faults
         }
-        """What each fault cost its node: seconds of the launcher, and of a rank on average."""
+        """Seconds that each fault cost its node: of the launcher, and of a rank on average."""
         self.hiccups = {node.name for node in self._nodes if node.had_hiccup}
-        """Nodes whose launcher was slow once, for no reason that is noted."""
+        """Nodes whose launcher was slow once, without a noted reason."""
 
     def tracks(self) -> Iterator[Track]:
-        """The processes, all times by the clock of their node."""
+        """Yield the processes, with all times by their nodes' clocks."""
         for node in self._nodes:
             yield from node.tracks()
 
 
 def tracks(recipe: Recipe) -> Iterator[Track]:
-    """The processes of a start, all times by the clock of their node."""
-    return Start(recipe).tracks()
+    """Yield the processes of a start, with all times by their nodes' clocks."""
+    return GeneratedStart(recipe).tracks()
 
 
 class _Node:
@@ -187,7 +189,7 @@ class _Node:
         self.ranks = [_Rank(self, rank) for rank in range(recipe.rank_count)]
 
     def _slower(self, cause: Cause) -> float:
-        """How many times as long again what waits for the broken resource takes."""
+        """Return the additional share of time that waits for the broken resource take."""
         return self.faults.get(cause, 1.0) - 1
 
     def noise(self, share: float = 1.0) -> float:
@@ -206,7 +208,7 @@ class _Node:
         share: float = 1.0,
         parent: int = 0,
     ) -> TrackSpan:
-        """A stage of which these shares of the time wait for disk, network and processor."""
+        """Return a stage that waits these shares of its time for disk, network and processor."""
         base = typical_s * self.noise(share)
         noisy, unkind = self.random.uniform, self.recipe.unkind
         tail = unkind.hiccup_share if parent == 0 else unkind.tail_share
@@ -292,7 +294,7 @@ class _Rank:
         self.now = span.end_s
 
     def _note(self, name: str, seconds: float) -> None:
-        """As `_do`, of what is noted when it is over: without figures."""
+        """Add a stage that was noted at its end only, and so has no figures."""
         self._do(name, seconds, cpu=0.9)
         self.spans[-1] = replace(self.spans[-1], evidence={})
 

@@ -1,8 +1,8 @@
-"""Nodes on one machine: each with a network, a disk's rate and a share of the processor of its own.
+"""Nodes on one machine, each with its own network, disk rate and share of the processor.
 
-A node is a network namespace on a bridge that is a namespace as well, and control groups (v1 or v2,
-whichever this machine has) in which its processes run. What they note of pressure, throttling and
-the network is therefore their own node's. Nothing remains of it afterwards. Needs root.
+A node is a network namespace on a bridge, which is in a namespace itself, and control groups (v1 or
+v2) in which its processes run. The pressure, throttling and network figures that its processes note
+are therefore the node's own. Everything is removed at the end. Needs root.
 """
 
 import contextlib
@@ -14,19 +14,19 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from testbed.line import configure
 from testbed.needs import MissingError
-from testbed.waiting import looks
+from testbed.network import run_network_command
+from testbed.waiting import polling
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
 _SETNS_NET = 0x40000000
-# As much as a line may send at once, and how long its packets may queue.
+# Burst of a line, and time that its packets may queue.
 _BURST, _QUEUE = "64kb", "400ms"
 
 
 class NamespaceNode:
-    """One of the nodes. `run` starts what is to run on it."""
+    """Node of `Nodes`; `run` starts a command on it."""
 
     def __init__(self, site: "Nodes", number: int) -> None:
         self.name = f"node-{number}"
@@ -37,22 +37,24 @@ class NamespaceNode:
         self._folders = [root / f"{site.name}-{number}" for root in _hierarchies()]
 
     def make(self) -> None:
-        """Its network and its control groups."""
+        """Make the node's network and control groups."""
         inside, switch = ["ip", "-n", self._netns], self._site.switch
-        configure(["ip", "netns", "add", self._netns])
+        run_network_command(["ip", "netns", "add", self._netns])
         pair = ["type", "veth", "peer", "name", self._port, "netns", switch]
-        configure([*inside, "link", "add", "eth0", *pair])
-        configure(["ip", "-n", switch, "link", "set", self._port, "master", "bridge", "up"])
-        configure([*inside, "addr", "add", f"{self.address}/24", "dev", "eth0"])
-        configure([*inside, "link", "set", "eth0", "up"])
-        configure([*inside, "link", "set", "lo", "up"])
+        run_network_command([*inside, "link", "add", "eth0", *pair])
+        run_network_command(
+            ["ip", "-n", switch, "link", "set", self._port, "master", "bridge", "up"]
+        )
+        run_network_command([*inside, "addr", "add", f"{self.address}/24", "dev", "eth0"])
+        run_network_command([*inside, "link", "set", "eth0", "up"])
+        run_network_command([*inside, "link", "set", "lo", "up"])
         for folder in self._folders:
             folder.mkdir()
 
     def remove(self) -> None:
-        """Whatever there is of it, and every process that still runs on it."""
+        """Kill every process on the node, and remove its network and control groups."""
         for folder in self._folders:
-            for _ in looks(5, 0.1):
+            for _ in polling(5, 0.1):
                 with contextlib.suppress(OSError):
                     for pid in (folder / "cgroup.procs").read_text().split():
                         os.kill(int(pid), signal.SIGKILL)
@@ -62,7 +64,7 @@ class NamespaceNode:
         subprocess.run(["ip", "netns", "del", self._netns], capture_output=True, check=False)
 
     def limit_processor(self, share: float) -> None:
-        """How much of one processor it has."""
+        """Limit the node to a share of one processor."""
         quota = int(share * _PERIOD_US)
         self._write("cpu", "cpu.cfs_quota_us", str(quota), "cpu.max", f"{quota} {_PERIOD_US}")
 
@@ -71,7 +73,7 @@ class NamespaceNode:
         self._write("cpu", "cpu.shares", "262144", "cpu.weight", "10000")
 
     def limit_disk(self, folder: Path, bytes_per_s: int) -> None:
-        """How fast it reads from the disk that `folder` is on."""
+        """Limit the rate at which the node reads from the disk that `folder` is on."""
         device = _whole_disk(os.stat(folder).st_dev)
         self._write(
             "blkio", "blkio.throttle.read_bps_device", f"{device} {bytes_per_s}",
@@ -79,15 +81,15 @@ class NamespaceNode:
         )  # fmt: skip
 
     def limit_line(self, mbit_per_s: float) -> None:
-        """How fast its network brings something to it."""
+        """Limit the rate at which the node receives from the network."""
         qdisc = ["tc", "-n", self._site.switch, "qdisc", "replace", "dev", self._port, "root"]
         rate = f"{int(mbit_per_s * 1000)}kbit"
-        configure([*qdisc, "tbf", "rate", rate, "burst", _BURST, "latency", _QUEUE])
+        run_network_command([*qdisc, "tbf", "rate", rate, "burst", _BURST, "latency", _QUEUE])
 
     def run(
         self, command: Sequence[str], variables: Mapping[str, str], folder: Path, output: Path
     ) -> "subprocess.Popen[bytes]":
-        """Start a command on the node; what it prints goes to the file `output`."""
+        """Start a command on the node; its output goes to the file `output`."""
         groups = " ".join(f"{one}/cgroup.procs" for one in self._folders)
         enter = f'for g in {groups}; do echo $$ > "$g"; done; exec "$@"'
         with output.open("wb") as file:
@@ -119,28 +121,30 @@ class Nodes:
         self.name = f"bsn{os.getpid()}"
         self.switch = f"{self.name}-s"
         self.address = "10.213.0.1"
-        """Of the network itself, where a server may listen for all nodes."""
+        """Address at which a server is reached from all nodes."""
         self.nodes = [NamespaceNode(self, number) for number in range(count)]
 
     def make(self) -> None:
-        """Raises: MissingError."""
-        configure(["ip", "netns", "add", self.switch])
-        configure(["ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge"])
-        configure(["ip", "-n", self.switch, "addr", "add", f"{self.address}/24", "dev", "bridge"])
-        configure(["ip", "-n", self.switch, "link", "set", "bridge", "up"])
-        configure(["ip", "-n", self.switch, "link", "set", "lo", "up"])
+        """Make the network and all nodes. Raises: MissingError."""
+        run_network_command(["ip", "netns", "add", self.switch])
+        run_network_command(["ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge"])
+        run_network_command(
+            ["ip", "-n", self.switch, "addr", "add", f"{self.address}/24", "dev", "bridge"]
+        )
+        run_network_command(["ip", "-n", self.switch, "link", "set", "bridge", "up"])
+        run_network_command(["ip", "-n", self.switch, "link", "set", "lo", "up"])
         for node in self.nodes:
             node.make()
 
     def remove(self) -> None:
-        """Whatever there is of them."""
+        """Remove all nodes and the network."""
         for node in self.nodes:
             node.remove()
         subprocess.run(["ip", "netns", "del", self.switch], capture_output=True, check=False)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """The calling thread is on the network itself: what it listens on, all nodes reach."""
+        """Put the calling thread on the nodes' network: all nodes reach servers that it starts."""
         library = ctypes.CDLL(None, use_errno=True)
         with (
             Path("/proc/thread-self/ns/net").open("rb") as before,
@@ -156,7 +160,7 @@ class Nodes:
 
 @contextlib.contextmanager
 def nodes(count: int) -> Iterator[Nodes]:
-    """So many nodes on one network. Raises: MissingError."""
+    """Yield `count` nodes on one network. Raises: MissingError."""
     for tool in ("ip", "tc", "nsenter"):
         if shutil.which(tool) is None:
             raise MissingError(f"there is no {tool}; apt install iproute2 util-linux")
@@ -174,7 +178,7 @@ def nodes(count: int) -> Iterator[Nodes]:
 
 
 def _hierarchies() -> list[Path]:
-    """Where control groups are made: v2, and those of v1 that limit processors and disks."""
+    """Return the folders in which control groups are made: v2's, or those of v1's controllers."""
     if (_CGROUPS / "cgroup.controllers").exists():
         with contextlib.suppress(OSError):
             (_CGROUPS / "cgroup.subtree_control").write_text("+cpu +io")
@@ -184,7 +188,7 @@ def _hierarchies() -> list[Path]:
 
 
 def _whole_disk(device: int) -> str:
-    """MAJOR:MINOR of the disk that a device is a part of."""
+    """Return MAJOR:MINOR of the disk that holds a partition."""
     name = f"{os.major(device)}:{os.minor(device)}"
     place = Path("/sys/dev/block") / name
     if not place.exists():

@@ -1,4 +1,4 @@
-"""Writes generated starts as `bootseer run` notes them."""
+"""Writes generated starts as timelines of `bootseer run`."""
 
 import itertools
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _ZERO_NS = 1_790_000_000 * 10**9
 
 
 def write_timelines(folder: Path, recipe: Recipe, *, job: str, submission: str = "") -> None:
-    """The start as timeline files, one a node, as `bootseer run` writes them below `folder`."""
+    """Write the start below `folder`, one timeline file for each node."""
     trace = trace_id_of(job, 0, submission)
     place = folder / job / "0" / submission
     place.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def _lines(track: Track, trace: str, job: str, submission: str) -> Iterator[byte
             resource=resource,
         )
         if not span.evidence:
-            # What is noted when it is over has no begin, and no figures either.
+            # A stage that is noted at its end has no begin event and no figures.
             yield encode_end(stage)
             continue
         yield encode_start(stage)

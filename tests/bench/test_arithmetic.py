@@ -8,7 +8,7 @@ from bench.checkpoint.measure import derive
 from bench.checkpoint.placement import Moved, allowed_s, even_s, placement_figures
 from bench.model import Sample
 from bench.profile.score import Score, score
-from testbed.starts.generate import Fault, Recipe, node_name
+from testbed.starts.generate import InjectedFault, Recipe, node_name
 
 
 def test_the_busiest_link_says_what_the_placement_allows() -> None:
@@ -60,7 +60,10 @@ def test_scores_of_several_starts_add_up() -> None:
 
 
 def test_a_plain_start_is_explained_wholly() -> None:
-    faults = (Fault(node_name(3), "slow disk", 4.0), Fault(node_name(9), "cold cache", 4.0))
+    faults = (
+        InjectedFault(node_name(3), "slow disk", 4.0),
+        InjectedFault(node_name(9), "cold cache", 4.0),
+    )
     assert score(Recipe(50, 4, faults)) == Score(named=2, right=2, one_of=2)
 
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from testbed.bounded import ended_well
+from testbed.bounded import succeeds_bounded
 
 FAILURES = Path(".fuzz")
 _INPUT_BYTES_MAX = 2**24
@@ -62,7 +62,7 @@ def fuzz(target: Target, count: int, seed_or_none: int | None, cpu_s: int) -> No
             pass
 
     call = run if seed_or_none is None else seed(seed_or_none)(run)
-    if ended_well(call, memory_bytes=target.memory_bytes, cpu_s=cpu_s):
+    if succeeds_bounded(call, memory_bytes=target.memory_bytes, cpu_s=cpu_s):
         return
     (length,) = _LENGTH.unpack_from(current)
     data = current[_LENGTH.size : _LENGTH.size + length]

@@ -14,7 +14,7 @@ from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.key import Request
 from bootseer.snapshots.mounted import unmount_snapshot
 from bootseer.store import open_store
-from testbed.mounts.image_mounts import outside
+from testbed.mounts.image_mounts import run_program
 from testbed.mounts.snapshot_mounts import wait_gone
 from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
@@ -51,7 +51,7 @@ def _digest(node: Settings, key: str) -> str:
 
 def _fails_to_read(path: Path) -> bool:
     code = f"try: open({str(path)!r}, 'rb').read(); print('read')\nexcept OSError: print('failed')"
-    return outside(code) == "failed\n"
+    return run_program(code) == "failed\n"
 
 
 @pytest.mark.parametrize("is_taken_off", [True, False])

@@ -19,7 +19,7 @@ from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.key import Request
 from bootseer.snapshots.mounted import unmount_snapshot
 from bootseer.snapshots.restore import restore_snapshot
-from testbed.mounts.image_mounts import outside
+from testbed.mounts.image_mounts import run_program
 from testbed.mounts.snapshot_mounts import wait_gone
 from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.conftest import MakeNode
@@ -164,7 +164,7 @@ def test_compiled_files_stay_valid_and_a_second_node_replays(
         ((state_dir, state),) = live_mounts(node.run_dir)
         compiled = sorted(target.rglob("*.pyc"))
         times = [path.stat().st_mtime_ns for path in compiled]
-        assert outside(code) == "42\n"
+        assert run_program(code) == "42\n"
         assert [path.stat().st_mtime_ns for path in compiled] == times
         written = list((Path(state.scratch) / "upper").iterdir())
         assert written == [], "something was compiled anew"

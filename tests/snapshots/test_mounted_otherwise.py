@@ -14,7 +14,7 @@ from bootseer.served.folders import mounts_dir
 from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.mounted import unmount_snapshot
 from testbed.mounts.snapshot_mounts import WAIT_S, servers, wait_gone
-from testbed.users import as_ordinary_user, give
+from testbed.users import as_ordinary_user, give_to_nobody
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import (
     captured,
@@ -71,7 +71,7 @@ def test_without_root_it_is_extracted(mounting: MakeNode) -> None:
     # Not below pytest's own folder, which others may not enter.
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
-        give(home)
+        give_to_nobody(home)
         request, target = small(home)
         environment = {**environment_of(node), "HOME": name}
         for folder in ("STORE", "CACHE_DIR", "RUN_DIR"):

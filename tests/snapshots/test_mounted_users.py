@@ -21,7 +21,7 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots import mounted
 from bootseer.snapshots.environment import SetupResult, run_setup
 from bootseer.snapshots.mounted import unmount_snapshot
-from testbed.mounts.image_mounts import outside
+from testbed.mounts.image_mounts import run_program
 from testbed.mounts.snapshot_mounts import can_reflink, servers, wait_gone
 from testbed.needs import MissingError
 from testbed.waiting import wait_for
@@ -92,7 +92,7 @@ def test_a_job_that_comes_and_goes_does_not_end_what_was_to_stay(
     ((state_dir, _),) = live_mounts(node.run_dir)
     # Neither does a new worker, which finds its first user gone.
     os.kill(int(ask(state_dir, "status")["worker_pid"]), signal.SIGKILL)
-    assert outside(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
+    assert run_program(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
     assert cover_at(target) is not None
     unmount_snapshot(node, target)
     wait_gone(node)
@@ -120,7 +120,7 @@ def test_a_killed_server_costs_a_new_mount(tmp_path: Path, covering: MakeNode) -
     state_dir = _kill_server(node)
     again = run_setup(node, request)
     assert (again.how, again.mode) == ("restored", node.restore_mode)
-    assert outside(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
+    assert run_program(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
     assert not state_dir.exists()
     unmount_snapshot(node, target)
     wait_gone(node)
@@ -155,7 +155,7 @@ def _kill_server(node: Settings) -> Path:
     pids = _server_pids(node)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not any(start_time(pid) for pid in pids), "the end of both", look_s=0.01)
+    wait_for(lambda: not any(start_time(pid) for pid in pids), "the end of both", interval_s=0.01)
     return state_dir
 
 

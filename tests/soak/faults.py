@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from testbed.cgroups import frozen
-from testbed.waiting import looks
+from testbed.waiting import polling
 from tests.soak.site import SoakSite, User
 
 _FIND_S = 8.0
@@ -163,7 +163,7 @@ def _freeze(
     def begin() -> str:
         find = user.node.processes if is_all else lambda: _workers(user)
         # A job has no servers when it begins.
-        for _ in looks(_FIND_S, 0.05):
+        for _ in polling(_FIND_S, 0.05):
             if pids := list(find()):
                 break
         stack.enter_context(frozen(*pids, freezer=chosen))

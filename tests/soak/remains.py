@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from testbed.waiting import looks
+from testbed.waiting import polling
 from tests.soak.jobs import MOUNT_PREFIX
 from tests.soak.site import SoakSite, User
 
@@ -27,7 +27,7 @@ def settle(user: User) -> list[str]:
     for point in user.mounts():
         if Path(point).name.startswith(MOUNT_PREFIX):
             findings += _unmounted(user, point)
-    for _ in looks(SETTLE_S, 0.1):
+    for _ in polling(SETTLE_S, 0.1):
         left = _alive(user)
         if not left:
             break

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from testbed.cgroups import Freezer, freezers
 from testbed.hdfs.cluster import MiniHdfs
-from testbed.images.building import Layout
+from testbed.images.building import LayoutBuilder
 from testbed.images.rootfs import python_root
 from testbed.needs import MissingError
 from testbed.node import MARK, Node
@@ -176,7 +176,7 @@ def _make_image(root: Path, layout: Path) -> None:
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         archive.add(root, ".")
     path = "/usr/local/bin:/usr/bin:/bin"
-    Layout(layout).add_image(
+    LayoutBuilder(layout).add_image(
         [buffer.getvalue()], tag="train", compression="zstd", run={"Env": [f"PATH={path}"]}
     )
 

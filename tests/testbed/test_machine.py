@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.prefetch.sources import open_source
-from testbed.images.layout import Layout
-from testbed.line import own_network
+from testbed.images.layout import OciLayout
+from testbed.network import own_network
 from testbed.processes import process_tree, run_json, tree_cpu_s, tree_peak_bytes
 
 SPIN = """
@@ -82,11 +82,11 @@ def test_a_line_counts_what_crosses_it_and_is_left_again() -> None:
     assert Path("/proc/thread-self/ns/net").readlink() == before
 
 
-def make_layout(folder: Path) -> Layout:
+def make_layout(folder: Path) -> OciLayout:
     tree = folder / "tree"
     (tree / "app").mkdir(parents=True)
     (tree / "app/file").write_text("content")
-    layout = Layout(folder / "layout")
+    layout = OciLayout(folder / "layout")
     layout.create()
     layout.write_index({"v1": [layout.add_tree(tree)]})
     return layout

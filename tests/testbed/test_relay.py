@@ -17,7 +17,7 @@ def test_a_relay_carries_and_counts(tmp_path: Path) -> None:
     data = os.urandom(3 << 20)
     classpath()
     with (
-        MiniHdfs(tmp_path / "hdfs", datanode_count=2, apart=True) as cluster,
+        MiniHdfs(tmp_path / "hdfs", datanode_count=2, separate_addresses=True) as cluster,
         Relays(cluster.datanode_ports, 100e6) as relays,
     ):
         backend = open_backend(cluster.url + "/x?block_size_bytes=1048576")

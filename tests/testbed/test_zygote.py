@@ -63,7 +63,7 @@ def _done(arguments: tuple[str, ...], folder: Path, **options: object) -> tuple[
 def test_is_what_an_ordinary_start_is(arguments: tuple[str, ...], tmp_path: Path) -> None:
     variables = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "A": "\udcff=\n", "TZ": "UTC-3"}
     options = {"env": variables, "input": "in", "start_new_session": True}
-    with zygote.executing():
+    with zygote.without_zygote():
         expected = _done(arguments, tmp_path, **options)
     code, out, err = _done(arguments, tmp_path, **options)
     assert out.splitlines() == expected[1].splitlines()

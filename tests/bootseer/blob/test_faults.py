@@ -21,7 +21,7 @@ from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.read import BlobReader, verify
 from bootseer.errors import BusyError
 from testbed.needs import MissingError
-from testbed.others import folder_of_others
+from testbed.users import folder_for_all_users
 from testbed.waiting import wait_for
 from tests.bootseer.blob.trees import packed, reader_of, state
 
@@ -76,7 +76,7 @@ def test_sockets_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    with folder_of_others() as folder:
+    with folder_for_all_users() as folder:
         yield folder
 
 
@@ -197,7 +197,7 @@ def test_a_killed_extraction_leaves_no_target_and_the_next_one_sweeps(
         child.send_signal(signal.SIGKILL)
         child.wait(timeout=30)
     # Its processes end by themselves, and until then they write, and hold the folder's lock.
-    wait_for(lambda: not is_session_alive(child.pid), "their end", look_s=0.01)
+    wait_for(lambda: not is_session_alive(child.pid), "their end", interval_s=0.01)
     (left,) = (tmp_path / "targets").iterdir()
     assert left.name.startswith(".out.extracting-")
     # Young leftovers stay: they could belong to somebody who is just starting.

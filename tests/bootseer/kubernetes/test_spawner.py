@@ -28,10 +28,10 @@ from bootseer.served.folders import live_mounts
 from bootseer.served.processes import CHECKPOINTS, SPAWNER, Role, start
 from bootseer.served.spawner import answers
 from bootseer.settings.config import Settings
-from testbed.cgroups import contained
+from testbed.cgroups import in_own_cgroup
 from testbed.containers.containerd_node import ContainerdNode
 from testbed.images.building import digest
-from testbed.mounts.image_mounts import checksums_outside, settings_at
+from testbed.mounts.image_mounts import checksums_in_child, settings_at
 from testbed.paths import REPOSITORY
 from testbed.users import as_ordinary_user
 from testbed.waiting import wait_for
@@ -271,7 +271,7 @@ def test_a_tree_outlives_the_container_of_the_snapshotter(tmp_path: Path, addres
     with ContainerdNode(with_containerd=False) as node:
         with (
             running(node.settings.run_dir, address) as spawner,
-            contained(node.snapshotter.pid) as container,
+            in_own_cgroup(node.snapshotter.pid) as container,
         ):
             add_image(node, tmp_path)
             pull(node)
@@ -280,7 +280,7 @@ def test_a_tree_outlives_the_container_of_the_snapshotter(tmp_path: Path, addres
             assert _parent(state.pid) == spawner.pid
             (container / "cgroup.kill").write_text("1")
             node.stop(node.snapshotter, signal.SIGKILL)
-            assert checksums_outside([lower / "top"]) == [digest(b"t")[7:]]
+            assert checksums_in_child([lower / "top"]) == [digest(b"t")[7:]]
             node.snapshotter = node.start_snapshotter()
             assert lower_of(node.call("Prepare", key="c2", parent=CHAINS[-1])) == lower
         # Nothing stays, also what a pod has of it.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.images.building import Layout
+from testbed.images.building import LayoutBuilder
 from testbed.images.rootfs import python_root
 from testbed.needs import require
 from testbed.node import Node, node_at
@@ -49,7 +49,7 @@ class Image:
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
             archive.add(self.root, ".")
-        layout = Layout(self.directory)
+        layout = LayoutBuilder(self.directory)
         layout.add_image([buffer.getvalue()], tag="train", run=run)
 
 

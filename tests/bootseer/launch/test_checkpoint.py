@@ -6,7 +6,7 @@ import pytest
 
 from bootseer.store import open_backend
 from testbed.needs import require
-from testbed.node import Node, attribute, wait_for
+from testbed.node import Node, attribute, wait_for_file
 from testbed.paths import REPOSITORY
 from tests.fuse.striped.support.mounting import checkpoints
 
@@ -72,7 +72,7 @@ open("up", "w").close()
 time.sleep(600)
 """
     with node.start("run", *checkpoint, "--", "python3", "-c", code) as process:
-        wait_for(node.base / "up")
+        wait_for_file(node.base / "up")
         process.kill()
         process.communicate(timeout=60)
     # At once: the server of the killed start may still be at work.

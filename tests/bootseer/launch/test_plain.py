@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.node import Node, wait_for
+from testbed.node import Node, wait_for_file
 
 SHOW = """
 import json, os, signal, sys
@@ -208,4 +208,4 @@ def test_a_caller_finds_no_child_that_it_never_made(node: Node, tmp_path: Path) 
     done = node.run("run", "--checkpoint", checkpoint, "--", sys.executable, "-c", HAS_CHILD)
     assert done.stdout == "no child\n", done.stderr
     node.wait_clean()
-    wait_for(tmp_path / "ckpt")
+    wait_for_file(tmp_path / "ckpt")

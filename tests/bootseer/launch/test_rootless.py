@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from testbed.node import Node, attribute
-from testbed.others import folder_of_others
-from testbed.users import unprivileged
+from testbed.users import folder_for_all_users, unprivileged
 
 pytestmark = pytest.mark.needs("fuse")
 
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    with folder_of_others() as folder:
+    with folder_for_all_users() as folder:
         yield folder
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from testbed import waiting
-from testbed.node import Node, wait_for
+from testbed.node import Node, wait_for_file
 
 SLEEPING_SETUP = "sh -c ': > deeper; sleep 600; true'; true"
 SETUP = ("--setup", SLEEPING_SETUP, "--target", "env")
@@ -26,7 +26,7 @@ def finish(process: "subprocess.Popen[str]") -> str:
 @pytest.mark.parametrize("number", STOPS)
 def test_in_a_setup(node: Node, number: signal.Signals) -> None:
     with node.start("run", *SETUP, "--", "touch", "job-ran") as process:
-        wait_for(node.base / "deeper")
+        wait_for_file(node.base / "deeper")
         process.send_signal(number)
         err = finish(process)
     assert process.returncode == -number
@@ -55,7 +55,7 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE):
 def test_what_the_caller_ignores_stays_ignored(node: Node) -> None:
     """As `nohup` and a shell's background jobs have it: for the start, and for the command."""
     with node.start("run", *SETUP, "--", "true", prefix=IGNORING) as process:
-        wait_for(node.base / "deeper")
+        wait_for_file(node.base / "deeper")
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGHUP)
         process.terminate()
@@ -88,7 +88,7 @@ def test_nothing_of_ours_is_in_the_session_of_the_job(node: Node, silent_url: st
     checkpoint = ("--checkpoint", f"{node.base}/ckpt:{node.base}/mnt")
     command = ("--", "sh", "-c", ": > up; exec sleep 600")
     with node.start("run", *checkpoint, *command, start_new_session=True) as process:
-        wait_for(node.base / "up")
+        wait_for_file(node.base / "up")
         servers = node.processes().keys() - {process.pid}
         assert servers
         assert process.pid not in map(_session, servers)
@@ -120,7 +120,7 @@ def test_a_setup_may_tidy_up(node: Node) -> None:
     script = "trap ': > tidied; exit 5' TERM; : > deeper; while :; do sleep 0.1; done"
     (node.base / "setup.sh").write_text(script)
     with node.start("run", "--setup", "sh setup.sh", "--target", "env", "--", "true") as process:
-        wait_for(node.base / "deeper")
+        wait_for_file(node.base / "deeper")
         process.terminate()
         finish(process)
     assert process.returncode == -signal.SIGTERM
@@ -151,7 +151,7 @@ def test_ctrl_c_reaches_a_setup_once(node: Node) -> None:
     arguments = ("--setup", "python3 setup.py", "--target", "env", "--", "true")
     with node.start("run", *arguments, prefix=prefix, stdin=terminal) as process:
         os.close(terminal)
-        wait_for(node.base / "deeper")
+        wait_for_file(node.base / "deeper")
         os.write(master, b"\x03")
         finish(process)
     os.close(master)
@@ -162,7 +162,7 @@ def test_a_setup_that_ignores_the_signal_is_killed(node: Node) -> None:
     # It has always a new child, which lives long enough to be found if it were left.
     setup = "sh -c 'trap \"\" TERM; : > deeper; while :; do sleep 300; done'; true"
     with node.start("run", "--setup", setup, "--target", "env", "--", "true") as process:
-        wait_for(node.base / "deeper")
+        wait_for_file(node.base / "deeper")
         process.terminate()
         finish(process)
     assert process.returncode == -signal.SIGTERM
@@ -175,7 +175,7 @@ def test_as_the_first_process_of_a_namespace(node: Node) -> None:
     """It has no default action for any signal: a container would not stop before its time."""
     prefix = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     with node.start("run", *SETUP, "--", "true", prefix=prefix) as process:
-        wait_for(node.base / "deeper")
+        wait_for_file(node.base / "deeper")
         (inner,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         subprocess.run(["kill", "-TERM", inner], check=True)
         finish(process)
@@ -209,7 +209,7 @@ def test_in_a_setup_with_a_checkpoint_mounted(node: Node, store_url: str) -> Non
         *("--checkpoint", f"{url}:{mount}"),
         *("--setup", setup, "--target", "env", "--", "true"),
     ) as process:
-        wait_for(node.base / "deeper")
+        wait_for_file(node.base / "deeper")
         process.terminate()
         finish(process)
     assert process.returncode == -signal.SIGTERM
@@ -226,7 +226,7 @@ def test_after_exec_it_is_the_jobs(node: Node, store_url: str, number: signal.Si
         *("--checkpoint", f"{node.base}/ckpt:{mount}"),
         *("--", "sh", "-c", "echo hello > mnt/file; touch up; exec sleep 600"),
     ) as process:
-        wait_for(node.base / "up")
+        wait_for_file(node.base / "up")
         process.send_signal(number)
         assert finish(process) == ""
     assert process.returncode == -number
@@ -263,7 +263,7 @@ def test_a_mount_whose_server_was_killed_is_replaced(node: Node, store_url: str)
     mount = node.base / "mnt"
     arguments = ("--checkpoint", f"{store_url}-ckpt:{mount}", "--")
     with node.start("run", *arguments, "sh", "-c", ": > up; exec sleep 600") as process:
-        wait_for(node.base / "up")
+        wait_for_file(node.base / "up")
         # Until none is left: one of them may begin another.
         while servers := node.processes().keys() - {process.pid}:
             for pid in servers:

@@ -13,7 +13,7 @@ import pytest
 from bootseer.linux import namespaces
 from bootseer.linux.removal import empty_directory, remove_tree
 from testbed.needs import MissingError, require
-from testbed.users import as_ordinary_user, give, open_way
+from testbed.users import as_ordinary_user, give_to_nobody, make_reachable
 
 _FLAGS = {"immutable": 0x10, "append only": 0x20}
 
@@ -101,8 +101,8 @@ def test_directories_that_not_even_their_owner_may_enter(tmp_path: Path) -> None
     command = [sys.executable, "-c", program, str(top)]
     if os.geteuid() == 0:
         # Nobody's, and run by nobody.
-        give(tmp_path)
-        open_way(tmp_path.parent)
+        give_to_nobody(tmp_path)
+        make_reachable(tmp_path.parent)
         command = [*as_ordinary_user(), *command]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

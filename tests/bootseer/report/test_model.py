@@ -12,7 +12,7 @@ from bootseer.report.explain import StartModel
 from bootseer.report.graph import LAUNCHER, Shape, StartGraph, Track, TrackSpan, begin_of, end_of
 from bootseer.report.peers import as_its_peers
 from bootseer.report.replay import StartReplay, intervals_of
-from testbed.starts.generate import Fault, Recipe, node_name, some_faults, tracks
+from testbed.starts.generate import InjectedFault, Recipe, node_name, some_faults, tracks
 
 
 def _replay(*found: Track) -> StartReplay:
@@ -240,8 +240,8 @@ def test_faulty_nodes_are_found_with_their_causes(noise: float) -> None:
 
 
 def test_blame_names_the_last_at_each_barrier_and_its_slow_stage() -> None:
-    late = Fault(node_name(1), "late scheduling")
-    disk = Fault(node_name(4), "slow disk", 3.0)
+    late = InjectedFault(node_name(1), "late scheduling")
+    disk = InjectedFault(node_name(4), "slow disk", 3.0)
     blame = StartModel(StartGraph(tracks(Recipe(8, 2, (late, disk))))).analyse().blame
     assert [(one.barrier, one.node, str(one.lost[0].label)) for one in blame[:2]] == [
         ("init_process_group:world", node_name(1), "scheduling"),

@@ -12,7 +12,7 @@ from bootseer.report.explain import StartModel, compare_starts
 from bootseer.report.graph import StartGraph, Track, TrackSpan
 from bootseer.report.page import imports_of, to_page
 from testbed.needs import MissingError
-from testbed.starts.generate import Fault, Recipe, node_name, some_faults, tracks
+from testbed.starts.generate import InjectedFault, Recipe, node_name, some_faults, tracks
 
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -69,7 +69,7 @@ def test_the_page_opens_on_what_held_the_start(tmp_path: Path) -> None:
 def test_two_starts_are_compared(tmp_path: Path) -> None:
     models = [
         StartModel(StartGraph(tracks(Recipe(8, 2, faults))))
-        for faults in ((), (Fault(node_name(2), "slow disk", 3.0),))
+        for faults in ((), (InjectedFault(node_name(2), "slow disk", 3.0),))
     ]
     changes = to_builtins(compare_starts(models[0].summary, models[1].summary))
     comparison = {"start": "s0:0", "ready_s": models[0].ready_s, "changes": changes}
@@ -100,7 +100,9 @@ addEventListener("load", () => {
 
 
 def test_every_drawing_can_be_read_by_keyboard(tmp_path: Path) -> None:
-    model = StartModel(StartGraph(tracks(Recipe(40, 2, (Fault(node_name(2), "slow disk", 3.0),)))))
+    model = StartModel(
+        StartGraph(tracks(Recipe(40, 2, (InjectedFault(node_name(2), "slow disk", 3.0),))))
+    )
     imports = '[["torch", 0, 1000, 900000], ["torch._C", 1, 2000, 100000]]'
     page = _page(model, imports=imports).replace("</body>", _KEYS)
     shown = _shown(page, tmp_path)

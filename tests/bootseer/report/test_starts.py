@@ -23,11 +23,11 @@ from bootseer.report.explain import (
 from bootseer.report.graph import StartGraph
 from bootseer.timeline import Timeline
 from bootseer.timeline.otlp import Stage, encode_start
-from testbed.starts.generate import Fault, Recipe, node_name, tracks
+from testbed.starts.generate import InjectedFault, Recipe, node_name, tracks
 from testbed.starts.timelines import write_timelines
 from tests.bootseer.cli.json_page import documented, keys
 
-_SLOW = Fault(node_name(2), "slow disk", 3.0)
+_SLOW = InjectedFault(node_name(2), "slow disk", 3.0)
 
 
 def _run(folder: Path, *arguments: str) -> str:

@@ -6,11 +6,11 @@ from bootseer.report.explain import StartModel
 from bootseer.report.export import analysis_document
 from bootseer.report.graph import StartGraph, Track, TrackSpan
 from bootseer.report.text import explain, headline
-from testbed.starts.generate import Fault, Recipe, node_name, some_faults, tracks
+from testbed.starts.generate import InjectedFault, Recipe, node_name, some_faults, tracks
 
 
 def test_a_start_with_a_slow_disk_is_explained_on_one_screen() -> None:
-    recipe = Recipe(64, 4, (Fault(node_name(7), "slow disk", 3.0),))
+    recipe = Recipe(64, 4, (InjectedFault(node_name(7), "slow disk", 3.0),))
     analysis = StartModel(StartGraph(tracks(recipe))).analyse()
     text = "\n".join(explain(analysis))
     assert "load checkpoint on node00007/" in text
@@ -39,7 +39,7 @@ def test_a_start_that_is_not_ready_says_so() -> None:
 
 def test_small_gains_are_told_in_gpu_seconds() -> None:
     """A named fault: the report of a small start said "-0.00 GPU-hours"."""
-    recipe = Recipe(4, 1, (Fault(node_name(1), "slow disk", 3.0),))
+    recipe = Recipe(4, 1, (InjectedFault(node_name(1), "slow disk", 3.0),))
     analysis = StartModel(StartGraph(tracks(recipe))).analyse()
     text = "\n".join(explain(analysis))
     gains = re.findall(r"-([\d.]+) GPU-(seconds|hours)", text)

@@ -16,7 +16,7 @@ from bootseer.served.ending import make_own_scratch, sweep
 from bootseer.served.folders import MountState, is_alive, lock_new, new_mount_dir, write_state
 from bootseer.served.processes import ATTENDANT, start
 from testbed.paths import REPOSITORY
-from testbed.waiting import wait_for, waiting_places
+from testbed.waiting import wait_channels, wait_for
 
 
 @pytest.mark.needs("root")
@@ -107,7 +107,7 @@ def test_a_killed_server_that_waits_for_itself_is_freed_by_the_next_one(
         reader = subprocess.Popen(
             ["cat", mountpoint / "small"], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
         )
-        wait_for(lambda: any("folio" in place for place in waiting_places(worker.pid)), "the page")
+        wait_for(lambda: any("folio" in place for place in wait_channels(worker.pid)), "the page")
         server.kill()
         os.kill(worker.pid, signal.SIGKILL)
     wait_for(worker.is_stuck)

@@ -98,7 +98,7 @@ def open_when_joined(fetcher: ChunkFetcher, gate: threading.Event) -> threading.
     """Opens `gate` once a request waits for a chunk that another one is reading."""
 
     def wait() -> None:
-        wait_for(lambda: fetcher.statistics().joined_count or gate.is_set(), look_s=0.001)
+        wait_for(lambda: fetcher.statistics().joined_count or gate.is_set(), interval_s=0.001)
         gate.set()
 
     opener = threading.Thread(target=wait)

@@ -107,7 +107,7 @@ def test_a_lasting_fault_is_reported_and_kills_nothing(
     with pytest.raises(error):
         batch.wait(LONG_S)
     # The first failure was reported; who asks before the last one would share it.
-    wait_for(lambda: not batch.remaining_count, look_s=0.001)
+    wait_for(lambda: not batch.remaining_count, interval_s=0.001)
     assert cache.arrived == []
     reader.always = None
     fetcher.submit([fetch(1, 2, 3)], cache.deliver).wait(LONG_S)

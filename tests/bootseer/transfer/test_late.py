@@ -20,17 +20,17 @@ from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.chunks import ChunkFetcher, Reader
 from bootseer.transfer.policy import Policy
 from bootseer.transfer.ranges import Chunk, Priority, covering
-from testbed.servers.faulty_relay import Fault as Broken
+from testbed.servers.faulty_relay import AnswerFault as Broken
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.s3 import make_bucket, s3_server
-from testbed.servers.starving import Choose, Fault, StarvingServer
+from testbed.servers.starving import AnswerFault, Choose, StarvingServer
 
 MIB = 2**20
 DATA = random.Random(3).randbytes(24 * MIB)
 DIGEST = digest_of(DATA)
-TRICKLE = Fault(MIB // 2, trickle_s=0.2)
-BREAK = Fault(MIB // 2)
-SILENCE = Fault(MIB // 2, trickle_s=1000.0)
+TRICKLE = AnswerFault(MIB // 2, trickle_s=0.2)
+BREAK = AnswerFault(MIB // 2)
+SILENCE = AnswerFault(MIB // 2, trickle_s=1000.0)
 
 
 def client_of(server: StarvingServer) -> RegistryClient:
@@ -54,11 +54,11 @@ def by_http(server: StarvingServer) -> tuple[Reader, Callable[[], None]]:
     return backend.read_into, backend.close
 
 
-def once(fault: Fault, start: int) -> Choose:
+def once(fault: AnswerFault, start: int) -> Choose:
     """`fault` for the first answer that begins at `start`."""
     met: list[int] = []
 
-    def choose(number: int, at: int) -> Fault | None:
+    def choose(number: int, at: int) -> AnswerFault | None:
         if at != start or met:
             return None
         met.append(number)
@@ -74,7 +74,7 @@ def chunk(start: int, end: int) -> Chunk:
 @pytest.mark.parametrize("way", [by_registry, by_http])
 @pytest.mark.parametrize("fault", [TRICKLE, SILENCE, BREAK], ids=["trickle", "silence", "break"])
 def test_a_range_goes_on_behind_the_bytes_that_came(
-    way: Callable[[StarvingServer], tuple[Reader, Callable[[], None]]], fault: Fault
+    way: Callable[[StarvingServer], tuple[Reader, Callable[[], None]]], fault: AnswerFault
 ) -> None:
     with StarvingServer(DATA, once(fault, 4 * MIB)) as server:
         read, close = way(server)
@@ -129,7 +129,7 @@ def test_one_starved_range_does_not_hold_a_layer(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("fault", [TRICKLE, SILENCE, BREAK], ids=["trickle", "silence", "break"])
-def test_a_layer_over_one_connection_goes_on_over_another(fault: Fault) -> None:
+def test_a_layer_over_one_connection_goes_on_over_another(fault: AnswerFault) -> None:
     with (
         StarvingServer(DATA, once(fault, 0)) as server,
         client_of(server) as client,

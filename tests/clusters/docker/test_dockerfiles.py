@@ -1,11 +1,10 @@
 """The Dockerfiles of docker/, built by buildah and run by runc as a container engine does.
 
 The base image, `python:...-slim` on Docker's hub, is made here: a Debian with its own Python as a
-virtual environment in /usr/local, where `pip` and `--prefix` do what they do in the official image.
+virtual environment in /usr/local, where `pip` and `--prefix` work as in the official image.
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,26 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from testbed.debian import NETWORK_FILES, make_system, network_variables
 from testbed.needs import require
-from testbed.packages import mirror
 from testbed.paths import REPOSITORY
 
 _PACKAGES = "ca-certificates,passwd,python3,python3-pip,python3-venv"
-_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
-# What reaches the registries of packages, where this machine has it.
-_SETTINGS = (_CERTIFICATES, Path("/etc/pip.conf"))
-_VARIABLES = ("PIP_CERT", "PIP_DEFAULT_TIMEOUT", "PIP_INDEX_URL", "http_proxy", "https_proxy")
 
 
 class Engine:
-    """buildah with a storage of its own."""
+    """Buildah with its own storage."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._places = [f"--volume={path}:{path}:ro" for path in _SETTINGS if path.exists()]
-        self._variables = [
-            f"--env={name}={os.environ[name]}" for name in _VARIABLES if name in os.environ
-        ]
+        self._places = [f"--volume={path}:{path}:ro" for path in NETWORK_FILES if path.exists()]
+        self._variables = [f"--env={name}={value}" for name, value in network_variables().items()]
 
     def run(self, *words: str | Path, deadline_s: float = 60) -> str:
         """Run a command of buildah and return what it printed. Raises: AssertionError."""
@@ -93,8 +86,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     require("root", "mount", "fuse", programs=["buildah", "mmdebstrap", "runc"])
     folder = tmp_path_factory.mktemp("engine")
     archive = folder / "base.tar"
-    words = ["mmdebstrap", "--quiet", "--variant=apt", "--mode=root", f"--include={_PACKAGES}"]
-    subprocess.run([*words, "trixie", archive, mirror()], check=True, timeout=300)
+    make_system("trixie", archive, _PACKAGES, deadline_s=300)
     made = Engine(folder)
     texts = [path.read_text() for path in (REPOSITORY / "docker").rglob("Dockerfile")]
     names = set(re.findall(r"^FROM (\S+)", "\n".join(texts), re.MULTILINE))

@@ -4,33 +4,33 @@ from collections.abc import Iterator
 
 import pytest
 
-from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.cluster import KubernetesCluster
 from testbed.kubernetes.images import bootseer_image, shell_image, trainer_image
 from testbed.kubernetes.installation import Installation
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[KubernetesCluster]:
     """Two nodes with nothing on them but Kubernetes; a test removes what it applied."""
-    running = Cluster()
+    running = KubernetesCluster()
     with running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def shell(cluster: Cluster) -> str:
+def shell(cluster: KubernetesCluster) -> str:
     """A small image with a shell."""
     return cluster.push(shell_image(), "shell:1")
 
 
 @pytest.fixture(scope="session")
-def trainer(cluster: Cluster) -> str:
+def trainer(cluster: KubernetesCluster) -> str:
     """An image with torch, which knows nothing of Bootseer."""
     return cluster.push(trainer_image(print), "team/trainer:1")
 
 
 @pytest.fixture(scope="session")
-def installed(cluster: Cluster) -> Installation:
+def installed(cluster: KubernetesCluster) -> Installation:
     """Bootseer as its chart installs it, from the image of this checkout."""
     image = cluster.push(bootseer_image(), "bootseer-node:test")
     installation = Installation(cluster, image)
@@ -43,6 +43,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """The logs of the cluster go with a test that failed."""
     report = yield
     running = getattr(item, "funcargs", {}).get("cluster")
-    if report.failed and isinstance(running, Cluster):  # type: ignore[attr-defined]
+    if report.failed and isinstance(running, KubernetesCluster):  # type: ignore[attr-defined]
         report.sections.append(("cluster", running.logs()))  # type: ignore[attr-defined]
     return report

@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from testbed.images.layout import Layout
-from testbed.kubernetes.cluster import Cluster
+from testbed.images.layout import OciLayout
+from testbed.kubernetes.cluster import KubernetesCluster
 from testbed.kubernetes.images import shell_image, trainer_image
 from testbed.kubernetes.installation import Installation
 from testbed.kubernetes.machine import ClusterNode
 from testbed.kubernetes.objects import pod
-from testbed.kubernetes.starts import REPLAY, index, said, start, wait_said
+from testbed.kubernetes.starts import REPLAY, image_server_logs, index, start, wait_logged
 from testbed.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
-def emptied(cluster: Cluster) -> Iterator[None]:
+def emptied(cluster: KubernetesCluster) -> Iterator[None]:
     """No test leaves a pod."""
     yield
     cluster.kubectl("delete", "pods", "--selector=bed=yes")
 
 
 def test_an_unmodified_image_is_recorded_and_replays_on_a_wiped_node(
-    cluster: Cluster, installed: Installation, trainer: str, tmp_path: Path
+    cluster: KubernetesCluster, installed: Installation, trainer: str, tmp_path: Path
 ) -> None:
     first, second = cluster.nodes
     pulled = start(cluster, "pulled", trainer, second)
@@ -33,19 +33,19 @@ def test_an_unmodified_image_is_recorded_and_replays_on_a_wiped_node(
     assert layers_on(cluster, second) == layers_of_the_trainer()
 
     start(cluster, "indexed", trainer, first, annotations=REPLAY)
-    wait_said(first, "indexed the image", 2)
+    wait_logged(first, "indexed the image", 2)
     cluster.wipe(second)
     installed.wait_ready()
     start(cluster, "recorded", trainer, second, annotations=REPLAY)
     assert not layers_on(cluster, second)
-    wait_said(second, "published a bundle", 1)
+    wait_logged(second, "published a bundle", 1)
     cluster.wipe(second)
     installed.wait_ready()
 
     replayed = start(cluster, "replayed", trainer, second, annotations=REPLAY)
     assert replayed.pod["spec"]["runtimeClassName"] == "bootseer"
     assert not layers_on(cluster, second)
-    assert "no bundle" not in said(second)
+    assert "no bundle" not in image_server_logs(second)
     # In one trace: what the scheduler, containerd's pull, the mount and the kubelet's start took.
     text = cluster.kubectl("get", "pods,events", "--namespace", "default", "--output", "json")
     (tmp_path / "events.json").write_text(text)
@@ -58,11 +58,11 @@ def test_an_unmodified_image_is_recorded_and_replays_on_a_wiped_node(
         return {stage["name"] for stage in document["stages"]}
 
     # The snapshotter's part comes by itself.
-    wait_for(lambda: wanted <= names(), f"{wanted}", look_s=1.0)
+    wait_for(lambda: wanted <= names(), f"{wanted}", interval_s=1.0)
 
 
 def test_a_pod_without_the_class_waits_until_some_pod_has_pulled_the_image(
-    cluster: Cluster, installed: Installation
+    cluster: KubernetesCluster, installed: Installation
 ) -> None:
     """containerd knows an image, whichever snapshotter it was pulled for, and unpacks it for
     another one from its own content, which lacks the layers."""
@@ -74,7 +74,9 @@ def test_a_pod_without_the_class_waits_until_some_pod_has_pulled_the_image(
     cluster.apply(pod("lazy", image, "echo lazy", node=node.name, annotations=REPLAY))
     cluster.wait_pod("lazy", "Succeeded")
     cluster.apply(pod("waits", image, "echo waited", node=node.name))
-    wait_for(lambda: "content digest" in cluster.events("waits"), "what it waits for", look_s=1.0)
+    wait_for(
+        lambda: "content digest" in cluster.events("waits"), "what it waits for", interval_s=1.0
+    )
     pulls = pod("pulls", image, "echo pulled", node=node.name)
     pulls["spec"]["containers"][0]["imagePullPolicy"] = "Always"
     cluster.apply(pulls)
@@ -91,10 +93,10 @@ def layers_of_the_trainer() -> set[str]:
         for one in index["manifests"]
         if one["annotations"]["org.opencontainers.image.ref.name"] == tag
     )
-    manifest = json.loads(Layout(layout).blob(digest).read_bytes())
+    manifest = json.loads(OciLayout(layout).blob(digest).read_bytes())
     return {layer["digest"] for layer in manifest["layers"]}
 
 
-def layers_on(cluster: Cluster, node: ClusterNode) -> set[str]:
+def layers_on(cluster: KubernetesCluster, node: ClusterNode) -> set[str]:
     """Those of them that containerd has on a node."""
     return layers_of_the_trainer() & set(cluster.ctr(node, "content", "list", "-q").split())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from testbed.kubernetes import machine
-from testbed.kubernetes.cluster import Cluster, sweep
+from testbed.kubernetes.cluster import KubernetesCluster, sweep
 from testbed.kubernetes.machine import ADDRESS
 from testbed.kubernetes.objects import pod
 from testbed.paths import REPOSITORY
@@ -17,13 +17,15 @@ from testbed.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
-def emptied(cluster: Cluster) -> Iterator[None]:
+def emptied(cluster: KubernetesCluster) -> Iterator[None]:
     """No test leaves a pod."""
     yield
     cluster.kubectl("delete", "pods,services", "--selector=bed=yes")
 
 
-def test_a_pod_runs_on_each_node_prints_and_is_deleted(cluster: Cluster, shell: str) -> None:
+def test_a_pod_runs_on_each_node_prints_and_is_deleted(
+    cluster: KubernetesCluster, shell: str
+) -> None:
     for node in cluster.nodes:
         cluster.apply(pod(f"on-{node.name}", shell, "echo printed; hostname", node=node.name))
     for node in cluster.nodes:
@@ -33,7 +35,9 @@ def test_a_pod_runs_on_each_node_prints_and_is_deleted(cluster: Cluster, shell: 
         cluster.kubectl("delete", "pod", name)
 
 
-def test_pods_reach_each_other_services_registry_and_hdfs(cluster: Cluster, shell: str) -> None:
+def test_pods_reach_each_other_services_registry_and_hdfs(
+    cluster: KubernetesCluster, shell: str
+) -> None:
     first, second = cluster.nodes
     serve = "mkdir /www; echo served > /www/index.html; httpd -f -p 8080 -h /www"
     cluster.apply(pod("server", shell, serve, node=first.name))
@@ -56,7 +60,7 @@ nc $KUBERNETES_SERVICE_HOST $KUBERNETES_SERVICE_PORT < /dev/null"""
     assert cluster.kubectl("logs", "client") == "served\nserved\n{}"
 
 
-def test_a_node_that_lost_its_power_comes_back(cluster: Cluster, shell: str) -> None:
+def test_a_node_that_lost_its_power_comes_back(cluster: KubernetesCluster, shell: str) -> None:
     node = cluster.nodes[1]
     cluster.apply(pod("there", shell, "sleep 600", node=node.name))
     cluster.wait_pod("there", "Running")
@@ -73,7 +77,7 @@ def test_a_node_that_lost_its_power_comes_back(cluster: Cluster, shell: str) -> 
     cluster.wait_pod("again", "Succeeded")
 
 
-def test_rights_are_those_of_roles(cluster: Cluster) -> None:
+def test_rights_are_those_of_roles(cluster: KubernetesCluster) -> None:
     as_default = "--as=system:serviceaccount:default:default"
     done = cluster.try_kubectl("get", "pods", as_default)
     assert done.returncode != 0

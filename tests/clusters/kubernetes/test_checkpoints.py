@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.cluster import KubernetesCluster
 from testbed.kubernetes.images import bootseer_image
 from testbed.kubernetes.installation import Installation
 from testbed.kubernetes.machine import ClusterNode
@@ -22,9 +22,9 @@ from testbed.kubernetes.starts import (
     TRAIN,
     assert_nothing_lost,
     assert_nothing_on_the_disk,
-    checked,
+    checkpoint_states,
     following,
-    saved,
+    saved_steps,
     wait_saved,
 )
 from testbed.needs import MissingError
@@ -36,7 +36,7 @@ SAVE = f"{TRAIN} --checkpoints /mnt/checkpoints --steps 1000000 --pause 0.2"
 
 
 @pytest.fixture(autouse=True)
-def emptied(cluster: Cluster, installed: Installation) -> Iterator[None]:
+def emptied(cluster: KubernetesCluster, installed: Installation) -> Iterator[None]:
     """No test leaves a pod, nor a node that is off."""
     yield
     for node in cluster.nodes:
@@ -47,7 +47,7 @@ def emptied(cluster: Cluster, installed: Installation) -> Iterator[None]:
     installed.wait_ready()
 
 
-def trainer_pod(cluster: Cluster, name: str, image: str, node: ClusterNode) -> str:
+def trainer_pod(cluster: KubernetesCluster, name: str, image: str, node: ClusterNode) -> str:
     """Start a pod that saves checkpoints until it is told to stop; returns where they are."""
     source = f"{cluster.hdfs.url}/checkpoints/{name}"
     given = pod(
@@ -59,11 +59,11 @@ def trainer_pod(cluster: Cluster, name: str, image: str, node: ClusterNode) -> s
     return source
 
 
-def delete(cluster: Cluster, name: str, node: ClusterNode) -> None:
+def delete(cluster: KubernetesCluster, name: str, node: ClusterNode) -> None:
     cluster.kubectl("delete", "pod", name, "--timeout=120s", timeout_s=180)
 
 
-def drain(cluster: Cluster, name: str, node: ClusterNode) -> None:
+def drain(cluster: KubernetesCluster, name: str, node: ClusterNode) -> None:
     options = ("--ignore-daemonsets", "--force", "--delete-emptydir-data", "--timeout=150s")
     try:
         cluster.kubectl("drain", node.name, *options, timeout_s=200)
@@ -73,11 +73,11 @@ def drain(cluster: Cluster, name: str, node: ClusterNode) -> None:
 
 @pytest.mark.parametrize("end", [delete, drain])
 def test_the_last_checkpoint_of_a_pod_that_ends_is_whole(
-    cluster: Cluster,
+    cluster: KubernetesCluster,
     installed: Installation,
     trainer: str,
     tmp_path: Path,
-    end: Callable[[Cluster, str, ClusterNode], None],
+    end: Callable[[KubernetesCluster, str, ClusterNode], None],
 ) -> None:
     first, second = cluster.nodes
     name = f"saves-until-{end.__name__}"
@@ -86,8 +86,8 @@ def test_the_last_checkpoint_of_a_pod_that_ends_is_whole(
         wait_saved(log, 5)
         end(cluster, name, first)
         wait_for(lambda: "ended at" in log.read_text(), "the trainer's last line")
-    steps = saved(tmp_path / "log")
-    files = checked(cluster, f"checks-{end.__name__}", trainer, source, second)
+    steps = saved_steps(tmp_path / "log")
+    files = checkpoint_states(cluster, f"checks-{end.__name__}", trainer, source, second)
     assert_nothing_lost(files, steps)
     # What it saved when it was told to stop, within its grace.
     assert f"last checkpoint {steps[-1]}" in (tmp_path / "log").read_text()
@@ -95,28 +95,28 @@ def test_the_last_checkpoint_of_a_pod_that_ends_is_whole(
 
 
 def test_what_was_saved_before_the_power_failed_is_whole(
-    cluster: Cluster, installed: Installation, trainer: str, tmp_path: Path
+    cluster: KubernetesCluster, installed: Installation, trainer: str, tmp_path: Path
 ) -> None:
     first, second = cluster.nodes
     source = trainer_pod(cluster, "saves-until-dark", trainer, second)
     with following(cluster, "saves-until-dark", tmp_path / "log") as log:
         wait_saved(log, 5)
         cluster.power_off(second)
-        steps = saved(log)
+        steps = saved_steps(log)
     assert_nothing_on_the_disk(second)
     # While it is off: it may never come back.
-    files = checked(cluster, "checks-dark", trainer, source, first)
+    files = checkpoint_states(cluster, "checks-dark", trainer, source, first)
     assert_nothing_lost(files, steps)
     cluster.power_on(second)
     cluster.wait_ready()
     installed.wait_ready()
-    files = checked(cluster, "checks-again", trainer, source, second)
+    files = checkpoint_states(cluster, "checks-again", trainer, source, second)
     assert_nothing_lost(files, steps)
     assert_nothing_on_the_disk(second)
 
 
 def test_a_sidecar_keeps_the_mount_until_the_trainer_has_saved(
-    cluster: Cluster, installed: Installation, trainer: str, tmp_path: Path
+    cluster: KubernetesCluster, installed: Installation, trainer: str, tmp_path: Path
 ) -> None:
     """The recipe for clusters where nothing is installed; its pod is deleted while it saves."""
     if cluster.release("kubelet") < (1, 29):
@@ -141,8 +141,8 @@ def test_a_sidecar_keeps_the_mount_until_the_trainer_has_saved(
         wait_saved(log, 3)
         delete(cluster, "sidecar", node)
         wait_for(lambda: "ended at" in log.read_text(), "the trainer's last line")
-    steps = saved(tmp_path / "log")
+    steps = saved_steps(tmp_path / "log")
     assert f"last checkpoint {steps[-1]}" in (tmp_path / "log").read_text()
-    files = checked(cluster, "check-sidecar", trainer, source, cluster.nodes[1])
+    files = checkpoint_states(cluster, "check-sidecar", trainer, source, cluster.nodes[1])
     assert_nothing_lost(files, steps)
     assert_nothing_on_the_disk(node)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.cluster import KubernetesCluster
 from testbed.kubernetes.installation import Installation
 from testbed.kubernetes.machine import ClusterNode
 from testbed.kubernetes.objects import pod
@@ -18,10 +18,10 @@ from testbed.kubernetes.starts import (
     TRAIN,
     assert_nothing_lost,
     assert_nothing_on_the_disk,
-    checked,
+    checkpoint_states,
     following,
     index,
-    saved,
+    saved_steps,
     wait_saved,
 )
 from testbed.waiting import wait_for
@@ -39,7 +39,7 @@ HOLDERS = ("spawner", "checkpoint server", "image server")
 
 
 @pytest.fixture(scope="module")
-def indexed(cluster: Cluster, installed: Installation, trainer: str) -> None:
+def indexed(cluster: KubernetesCluster, installed: Installation, trainer: str) -> None:
     """The store has the image, and the node nothing of it: it is served, and not pulled."""
     index(installed, trainer)
     cluster.wipe(cluster.nodes[0])
@@ -47,7 +47,7 @@ def indexed(cluster: Cluster, installed: Installation, trainer: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def emptied(cluster: Cluster, installed: Installation) -> Iterator[None]:
+def emptied(cluster: KubernetesCluster, installed: Installation) -> Iterator[None]:
     """No test leaves a pod."""
     yield
     cluster.kubectl("delete", "pods", "--selector=bed=yes", "--timeout=150s", timeout_s=200)
@@ -56,7 +56,7 @@ def emptied(cluster: Cluster, installed: Installation) -> Iterator[None]:
 
 @pytest.mark.parametrize("victim", PROCESSES)
 def test_a_killed_process_costs_an_error_at_most(
-    cluster: Cluster,
+    cluster: KubernetesCluster,
     installed: Installation,
     indexed: None,
     trainer: str,
@@ -75,17 +75,19 @@ def test_a_killed_process_costs_an_error_at_most(
         # The webhook's may run anywhere.
         kill(cluster.nodes if victim == "webhook" else [first], PROCESSES[victim])
         if victim in HOLDERS:
-            before = len(saved(log))
+            goal = len(saved_steps(log)) + 4
             wait_for(
-                lambda: has_ended(cluster, name) or said_since(log) or len(saved(log)) > before + 3,
-                "an error, or further checkpoints", timeout_s=120, look_s=0.5,
+                lambda: (
+                    has_ended(cluster, name) or said_since(log) or len(saved_steps(log)) >= goal
+                ),
+                "an error, or further checkpoints", timeout_s=120, interval_s=0.5,
             )  # fmt: skip
         else:
             wait_saved(log, 3)
-        steps = saved(log)
+        steps = saved_steps(log)
     cluster.kubectl("delete", "pod", name, "--timeout=150s", timeout_s=200)
     installed.wait_ready()
-    files = checked(cluster, f"{name}-checks", trainer, source, first)
+    files = checkpoint_states(cluster, f"{name}-checks", trainer, source, first)
     assert_nothing_lost(files, steps)
     assert_nothing_on_the_disk(first)
 
@@ -96,7 +98,7 @@ def kill(nodes: Sequence[ClusterNode], pattern: str) -> None:
     assert any(one.returncode == 0 for one in killed), f"nothing runs {pattern}"
 
 
-def has_ended(cluster: Cluster, name: str) -> bool:
+def has_ended(cluster: KubernetesCluster, name: str) -> bool:
     """Whether the trainer is gone."""
     return cluster.get("pod", name)["status"]["phase"] in ("Failed", "Succeeded")
 

@@ -14,7 +14,7 @@ import pytest
 
 from testbed.containers.helm import HELM_3, helm_program
 from testbed.containers.node_image import NAME
-from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.cluster import KubernetesCluster
 from testbed.kubernetes.images import bootseer_image
 from testbed.kubernetes.machine import ClusterNode
 from testbed.kubernetes.settings import REGISTRY
@@ -37,10 +37,10 @@ def blocks() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[KubernetesCluster]:
     """A cluster of its own: others share one that has Bootseer."""
     helm_program(HELM_3)
-    running = Cluster()
+    running = KubernetesCluster()
     with running:
         image = bootseer_image()
         running.push(image, f"{NAME}:0.1.0")
@@ -51,7 +51,7 @@ def cluster() -> Iterator[Cluster]:
 class Reader:
     """Does what the guide says."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
+    def __init__(self, cluster: KubernetesCluster, folder: Path) -> None:
         self._cluster = cluster
         programs = folder / "programs"
         programs.mkdir()
@@ -79,7 +79,7 @@ class Reader:
         return done.stdout
 
 
-def test_every_command_of_the_guide(cluster: Cluster, tmp_path: Path) -> None:
+def test_every_command_of_the_guide(cluster: KubernetesCluster, tmp_path: Path) -> None:
     before = {node.name: files(node.disk / "etc/containerd") for node in cluster.nodes}
     reader = Reader(cluster, tmp_path)
     printed = {}

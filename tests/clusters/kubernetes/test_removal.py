@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.cluster import KubernetesCluster
 from testbed.kubernetes.installation import Installation
 from testbed.kubernetes.machine import ClusterNode
 from testbed.kubernetes.objects import pod
@@ -17,10 +17,10 @@ from testbed.kubernetes.starts import (
     TRAIN,
     assert_nothing_lost,
     assert_nothing_on_the_disk,
-    checked,
+    checkpoint_states,
     following,
     index,
-    saved,
+    saved_steps,
     wait_saved,
 )
 from testbed.waiting import wait_for
@@ -40,7 +40,7 @@ done 2>/dev/null; true"""
 
 
 @pytest.fixture(autouse=True)
-def again(cluster: Cluster, installed: Installation) -> Iterator[None]:
+def again(cluster: KubernetesCluster, installed: Installation) -> Iterator[None]:
     """Other tests want it."""
     yield
     installed.apply()
@@ -49,7 +49,7 @@ def again(cluster: Cluster, installed: Installation) -> Iterator[None]:
 
 @pytest.fixture
 def working(
-    cluster: Cluster, installed: Installation, trainer: str, shell: str, tmp_path: Path
+    cluster: KubernetesCluster, installed: Installation, trainer: str, shell: str, tmp_path: Path
 ) -> Iterator[Path]:
     """A Job that saves checkpoints on a served image, and a pod that has nothing of ours, on one
     node; what the Job prints."""
@@ -59,7 +59,7 @@ def working(
     cluster.apply(plain)
     cluster.wait_pod("plain", "Running")
     cluster.apply(job("saves", trainer, f"{cluster.hdfs.url}/checkpoints/removed", node))
-    wait_for(lambda: pods_of(cluster, "saves"), "the Job's pod", look_s=0.5)
+    wait_for(lambda: pods_of(cluster, "saves"), "the Job's pod", interval_s=0.5)
     (name,) = pods_of(cluster, "saves")
     cluster.wait_pod(name, "Running", timeout_s=300)
     with following(cluster, name, tmp_path / "log") as log:
@@ -68,14 +68,14 @@ def working(
 
 
 def test_a_removal_right_after_the_jobs_leaves_nothing(
-    cluster: Cluster, installed: Installation, trainer: str, working: Path
+    cluster: KubernetesCluster, installed: Installation, trainer: str, working: Path
 ) -> None:
     node = cluster.nodes[0]
     plain = cluster.get("pod", "plain")["status"]["containerStatuses"]
     # It returns before the Job's pods have ended.
     cluster.kubectl("delete", "job", "saves")
     installed.remove()
-    wait_for(lambda: not pods_of(cluster, "saves"), "the end of the Job's pods", look_s=1.0)
+    wait_for(lambda: not pods_of(cluster, "saves"), "the end of the Job's pods", interval_s=1.0)
     for one in cluster.nodes:
         wait_for(partial(is_clean, installed, one), f"nothing of Bootseer on {one.name}")
         assert not ours_in(one)
@@ -88,12 +88,12 @@ def test_a_removal_right_after_the_jobs_leaves_nothing(
     # What was said to be saved is there when it is installed again.
     installed.apply()
     source = f"{cluster.hdfs.url}/checkpoints/removed"
-    files = checked(cluster, "checks-removed", trainer, source, node)
-    assert_nothing_lost(files, saved(working))
+    files = checkpoint_states(cluster, "checks-removed", trainer, source, node)
+    assert_nothing_lost(files, saved_steps(working))
 
 
 def test_a_forgotten_job_goes_when_it_is_installed_again(
-    cluster: Cluster, installed: Installation, working: Path
+    cluster: KubernetesCluster, installed: Installation, working: Path
 ) -> None:
     installed.remove()
     for one in cluster.nodes:
@@ -104,7 +104,7 @@ def test_a_forgotten_job_goes_when_it_is_installed_again(
         lambda: not pods_of(cluster, "saves"),
         "the end of the Job's pods",
         timeout_s=240,
-        look_s=1.0,
+        interval_s=1.0,
     )
     assert_nothing_on_the_disk(cluster.nodes[0])
 
@@ -121,7 +121,7 @@ def job(name: str, image: str, source: str, node: ClusterNode) -> dict[str, Any]
     }  # fmt: skip
 
 
-def pods_of(cluster: Cluster, job_name: str) -> list[str]:
+def pods_of(cluster: KubernetesCluster, job_name: str) -> list[str]:
     """The names of a Job's pods."""
     found = cluster.list("pods", f"--selector=job-name={job_name}", "--namespace", "default")
     return [one["metadata"]["name"] for one in found]

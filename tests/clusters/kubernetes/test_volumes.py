@@ -157,7 +157,7 @@ def test_an_image_is_a_volume_of_a_pod_without_a_runtime_class(site: _Site) -> N
     assert "runtimeClassName" not in found["spec"]
     assert "hosts: files" in site.cluster.kubectl("logs", "reader")
     site.remove("reader")
-    wait_for(lambda: not site.trees(), "the end of the tree", timeout_s=300, look_s=1.0)
+    wait_for(lambda: not site.trees(), "the end of the tree", timeout_s=300, interval_s=1.0)
 
 
 def test_an_image_is_a_volume_that_an_administrator_makes(site: _Site) -> None:
@@ -230,11 +230,13 @@ def test_each_node_is_warmed_at_a_time_of_the_day_and_when_asked(site: _Site) ->
         ]  # fmt: skip
 
     try:
-        wait_for(by_the_clock, "the Job of this minute", timeout_s=240, look_s=1.0)
+        wait_for(by_the_clock, "the Job of this minute", timeout_s=240, interval_s=1.0)
         made = by_the_clock()[0]
         cluster.kubectl("patch", "cronjob", name, *where, "--patch", '{"spec": {"suspend": true}}')
         cluster.kubectl("create", "job", *where, f"--from=cronjob/{name}", "warm-now")
-        wait_for(lambda: len(pods_of("warm-now")) == 2, "the warm-up", timeout_s=240, look_s=1.0)
+        wait_for(
+            lambda: len(pods_of("warm-now")) == 2, "the warm-up", timeout_s=240, interval_s=1.0
+        )
         for each in (made, "warm-now"):
             hosts = {one["spec"]["nodeName"] for one in pods_of(each)}
             assert hosts == {node.name for node in cluster.nodes}

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from bootseer.cli.tree import cli
 from testbed.containers.chart import NAMESPACE
-from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.cluster import KubernetesCluster
 from testbed.kubernetes.installation import Installation
 from testbed.kubernetes.objects import pod
 from testbed.needs import MissingError
@@ -43,7 +43,7 @@ class _Site:
             subsets = endpoints.get("subsets") or [{}]
             return len(subsets[0].get("addresses") or ()) == count
 
-        wait_for(are_ready, f"{count} replicas of the webhook", timeout_s=120, look_s=0.5)
+        wait_for(are_ready, f"{count} replicas of the webhook", timeout_s=120, interval_s=0.5)
 
     def run(self, name: str, annotations: dict[str, str] | None = None) -> dict[str, Any]:
         """A pod that shows its variables, when it has ended."""
@@ -109,12 +109,12 @@ class _Site:
             ]
             return owned if all(log.stdout.strip() for log in logs) else []
 
-        wait_for(lambda: len(found()) >= count, "the owner's pods", timeout_s=180, look_s=0.5)
+        wait_for(lambda: len(found()) >= count, "the owner's pods", timeout_s=180, interval_s=0.5)
         return sorted(found(), key=lambda one: str(one["metadata"]["name"]))
 
 
 @pytest.fixture(scope="module")
-def site(cluster: Cluster, installed: Installation) -> Iterator[_Site]:
+def site(cluster: KubernetesCluster, installed: Installation) -> Iterator[_Site]:
     found = _Site(installed)
     # Which API servers enforce since 1.25.
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
@@ -294,11 +294,11 @@ def test_without_the_webhook_pods_that_require_their_checkpoints_are_not_created
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
     )
     why = 'failed calling webhook "checkpoints.bootseer.io"'
-    wait_for(lambda: why in site.cluster.events("saves", _SPACE), "the Job's event", look_s=0.5)
+    wait_for(lambda: why in site.cluster.events("saves", _SPACE), "the Job's event", interval_s=0.5)
     owned = ("pods", "--namespace", _SPACE, "--selector=job-name=saves")
     assert not site.cluster.list(*owned)
     site.scale(1)
-    wait_for(lambda: site.cluster.list(*owned), "the Job's pod", timeout_s=180, look_s=0.5)
+    wait_for(lambda: site.cluster.list(*owned), "the Job's pod", timeout_s=180, interval_s=0.5)
     (found,) = site.cluster.list(*owned)
     assert [one["name"] for one in found["spec"]["volumes"]][-1] == "bootseer-checkpoint"
     site.cluster.kubectl("delete", "job", "saves", "--namespace", _SPACE)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from testbed.containers.chart import NAMESPACE
-from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.cluster import KubernetesCluster
 from testbed.kubernetes.installation import Installation
 from testbed.kubernetes.objects import pod
 from testbed.waiting import wait_for
@@ -21,7 +21,7 @@ ENVIRONMENT = {"bootseer.io/environment": "none-such"}
 
 
 @pytest.fixture(autouse=True)
-def restored(cluster: Cluster, installed: Installation) -> Iterator[None]:
+def restored(cluster: KubernetesCluster, installed: Installation) -> Iterator[None]:
     """Each test begins on a first node that has served nothing, and leaves all of Bootseer."""
     cluster.wipe(cluster.nodes[0])
     installed.wait_ready()
@@ -33,7 +33,7 @@ def restored(cluster: Cluster, installed: Installation) -> Iterator[None]:
 class _Pods:
     """Pods on the first node."""
 
-    def __init__(self, cluster: Cluster, image: str) -> None:
+    def __init__(self, cluster: KubernetesCluster, image: str) -> None:
         self.cluster, self._image = cluster, image
         self.checkpoint = {"bootseer.io/checkpoint": f"{cluster.hdfs.url}/checkpoints/without"}
 
@@ -47,7 +47,7 @@ class _Pods:
     def run(self, name: str, annotations: dict[str, str], warning: str = "") -> dict[str, Any]:
         """A pod that has run, and was created with this warning: the webhook believes for moments
         what the cluster had before."""
-        wait_for(lambda: self._is_warned(name, annotations, warning), warning, look_s=0.5)
+        wait_for(lambda: self._is_warned(name, annotations, warning), warning, interval_s=0.5)
         return self.cluster.wait_pod(name, "Succeeded", timeout_s=300)
 
     def _is_warned(self, name: str, annotations: dict[str, str], warning: str) -> bool:
@@ -60,12 +60,12 @@ class _Pods:
 
     def wait_event(self, name: str, words: str) -> None:
         """Wait until a pod that has not started says so."""
-        wait_for(lambda: words in self.cluster.events(name), f"{words!r} of {name}", look_s=0.5)
+        wait_for(lambda: words in self.cluster.events(name), f"{words!r} of {name}", interval_s=0.5)
         assert self.cluster.get("pod", name)["status"]["phase"] == "Pending"
 
 
 @pytest.fixture
-def pods(cluster: Cluster, shell: str) -> _Pods:
+def pods(cluster: KubernetesCluster, shell: str) -> _Pods:
     """Pods of a small image."""
     return _Pods(cluster, shell)
 
@@ -103,7 +103,7 @@ def test_on_a_node_without_driver_and_snapshotter(installed: Installation, pods:
             for one in cluster.list("pods", "--namespace", NAMESPACE,
                                     "--selector=app.kubernetes.io/component=node")
         ],
-        "the end of driver and snapshotter", timeout_s=180, look_s=0.5,
+        "the end of driver and snapshotter", timeout_s=180, interval_s=0.5,
     )  # fmt: skip
     pods.run("plain", {})
     pods.apply("saves", pods.checkpoint)

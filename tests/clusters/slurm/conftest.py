@@ -8,7 +8,7 @@ from testbed.hdfs.cluster import MiniHdfs
 from testbed.hdfs.running import running as running_hdfs
 from testbed.paths import REPOSITORY
 from testbed.slurm.cluster import SlurmCluster, running_cluster
-from testbed.slurm.pages import block, prolog_files
+from testbed.slurm.pages import page_block, prolog_files
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,9 @@ def slurm() -> Iterator[SlurmCluster]:
     oci = (REPOSITORY / "docker/slurm/oci.conf").read_text()
     files["slurm/oci.conf"] = oci.replace("/usr/local/bin", "/etc/slurm")
     files["slurm/bootseer-oci"] = (REPOSITORY / "docker/slurm/bootseer-oci").read_text()
-    with running_cluster(configuration=block("slurm.md", "ini", "Prolog="), files=files) as running:
+    with running_cluster(
+        configuration=page_block("slurm.md", "ini", "Prolog="), files=files
+    ) as running:
         yield running
 
 
@@ -38,7 +40,7 @@ def hdfs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(scope="module")
 def cluster(slurm: SlurmCluster, hdfs: MiniHdfs) -> SlurmCluster:
     """A Slurm of two nodes with Bootseer, as docs/slurm.md installs it, and a store on an HDFS."""
-    settings = block("slurm.md", "toml", "run_dir").replace("hdfs://namenode:8020", hdfs.url)
+    settings = page_block("slurm.md", "toml", "run_dir").replace("hdfs://namenode:8020", hdfs.url)
     for etc in (slurm.etc, *(machine.path("/etc") for machine in slurm.machines.values())):
         (etc / "bootseer/bootseer.toml").write_text(settings)
     return slurm

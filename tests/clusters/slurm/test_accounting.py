@@ -24,7 +24,7 @@ def test_a_report_asks_slurm_for_the_queue() -> None:
         wait_for(
             lambda: "COMPLETED" in cluster.run("sacct", "-n", "-X", "-o", "State", "-j", job),
             "the accounting of the job",
-            look_s=0.5,
+            interval_s=0.5,
         )
         forms = [
             ("env", "SLURM_TIME_FORMAT=%s", "sacct", "-D", "-P", "-j", job, "-o", "ALL"),

@@ -10,7 +10,7 @@ from testbed.images.building import run_tool
 from testbed.images.rootfs import python_root
 from testbed.needs import MissingError
 from testbed.slurm.cluster import SlurmCluster
-from testbed.slurm.pages import block
+from testbed.slurm.pages import page_block
 from testbed.waiting import wait_for
 from tests.clusters.slurm.test_faults import assert_clean, script
 
@@ -38,7 +38,7 @@ def image(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture
 def bundle(cluster: SlurmCluster, image: Path) -> Iterator[str]:
     """The bundle that the page makes, for alice."""
-    text = block("slurm.md", "sh", "bootseer-image")
+    text = page_block("slurm.md", "sh", "bootseer-image")
     text = text.replace("registry://registry.example/train:v7", "oci:/home/image:v1")
     done = cluster.controller.run("sh", "-ec", text, user="alice")
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ import pytest
 
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.slurm.cluster import SlurmCluster
-from testbed.slurm.machine import Machine
+from testbed.slurm.machine import SlurmMachine
 from testbed.waiting import wait_for
 
 pytestmark = [pytest.mark.hdfs, pytest.mark.needs("mount", "fuse")]
@@ -82,7 +82,7 @@ def assert_clean(cluster: SlurmCluster) -> None:
         wait_for(lambda machine=machine: not of_jobs(machine), f"the end of {of_jobs(machine)}")  # type: ignore[misc]
 
 
-def of_jobs(machine: Machine) -> list[str]:
+def of_jobs(machine: SlurmMachine) -> list[str]:
     """The processes that are not Slurm's own."""
     return [line for line in machine.processes() if not re.match(r"(munged|slurmd) |\[", line)]
 
@@ -224,7 +224,7 @@ def _let_the_controller_miss(cluster: SlurmCluster, job: int) -> None:
         cluster.start_slurmd("n1")
         return False
 
-    wait_for(is_missed, "the end of the job", timeout_s=240.0, look_s=10.0)
+    wait_for(is_missed, "the end of the job", timeout_s=240.0, interval_s=10.0)
 
 
 def test_the_slurmd_of_a_node_is_killed_under_a_job(cluster: SlurmCluster, hdfs_url: str) -> None:

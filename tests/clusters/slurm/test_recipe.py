@@ -10,7 +10,7 @@ import pytest
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.needs import require
 from testbed.slurm.cluster import SlurmCluster
-from testbed.slurm.pages import block, give
+from testbed.slurm.pages import give_to_user, page_block
 from testbed.waiting import wait_for
 from testbed.wheels import make_wheel
 
@@ -28,13 +28,13 @@ def job(cluster: SlurmCluster, hdfs: MiniHdfs) -> Path:
         "--no-index\n--find-links /home/alice/job/wheels\nfromrequirements\n"
     )
     # It is slower than it would be, so that it is in the middle when it is requeued.
-    text = block("slurm.md", "python", "torch.distributed")
+    text = page_block("slurm.md", "python", "torch.distributed")
     slow = "    step += 1\n    import fromrequirements, time; time.sleep(0.05)\n"
     assert "    step += 1\n" in text
     (folder / "train.py").write_text(text.replace("    step += 1\n", slow))
-    script = block("slurm.md", "bash", "#SBATCH").replace("hdfs://namenode:8020", hdfs.url)
+    script = page_block("slurm.md", "bash", "#SBATCH").replace("hdfs://namenode:8020", hdfs.url)
     (folder / "job.sh").write_text(script)
-    give(folder, "alice")
+    give_to_user(folder, "alice")
     return folder
 
 
@@ -51,7 +51,7 @@ def test_the_recipe_trains_is_requeued_and_goes_on(
         assert cluster.state(number) not in ("FAILED", "CANCELLED"), cluster.logs()
         return output.exists() and text in output.read_text()
 
-    wait_for(lambda: said("saved step 100"), "the first checkpoint", timeout_s=180, look_s=0.5)
+    wait_for(lambda: said("saved step 100"), "the first checkpoint", timeout_s=180, interval_s=0.5)
     cluster.run("scontrol", "requeue", str(number))
     ends = ("COMPLETED", "FAILED", "CANCELLED")
     assert cluster.wait_for_state(number, *ends, timeout_s=240) == "COMPLETED", cluster.logs()

@@ -20,7 +20,7 @@ from testbed.cgroups import freezers, frozen
 from testbed.mounts import fuse_mount
 from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
-from testbed.waiting import pause, wait_for, waiting_places
+from testbed.waiting import pause, wait_channels, wait_for
 
 pytestmark = pytest.mark.needs("fuse")
 
@@ -71,7 +71,7 @@ class Process:
             found[0] = int(children[0]) if children else 0
             return found[0] not in (0, other_than)
 
-        wait_for(find, "a worker", look_s=0.01)
+        wait_for(find, "a worker", interval_s=0.01)
         return found[0]
 
     def end(self) -> tuple[int, str, str]:
@@ -296,7 +296,7 @@ def test_a_killed_worker_that_waits_for_a_page_that_it_was_to_bring_is_replaced(
 def _wait_until_stuck(source: Path, worker: int) -> None:
     # Before that it may wait for a page of its own program.
     wait_for(lambda: not (source / "stick-once").exists(), "the read that sticks")
-    wait_for(lambda: any("folio" in place for place in waiting_places(worker)), "the page")
+    wait_for(lambda: any("folio" in place for place in wait_channels(worker)), "the page")
 
 
 def test_readers_end_when_all_that_serve_them_are_killed_while_a_page_is_stored(

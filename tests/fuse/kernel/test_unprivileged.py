@@ -13,7 +13,7 @@ from bootseer.fuse.kernel.unmount import find_helper
 from testbed.mounts import fuse_mount
 from testbed.mounts.sweeping import sweep
 from testbed.needs import MissingError, require
-from testbed.users import NOBODY, as_ordinary_user, give, with_fuse
+from testbed.users import NOBODY, as_ordinary_user, give_to_nobody, with_fuse
 
 pytestmark = pytest.mark.needs("fuse")
 
@@ -75,7 +75,7 @@ def home() -> Iterator[Path]:
     try:
         for name in (".", "backing", "mnt"):
             (path / name).mkdir(exist_ok=True)
-        give(path)
+        give_to_nobody(path)
         (path / "backing" / "file").write_text("hello\n")
         yield path
     finally:

@@ -31,7 +31,7 @@ from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
 from testbed.images.building import Member, write_layout
 from testbed.mounts.image_mounts import (
-    checksums_outside,
+    checksums_in_child,
     drop_cache,
     index,
     mounted,
@@ -158,7 +158,7 @@ class NodeAndStore:
         drop_cache(self.settings)
 
     def read(self, directory: Path, hot: Sequence[Member] = tuple(HOT)) -> None:
-        found = checksums_outside([directory / member.name for member in hot])
+        found = checksums_in_child([directory / member.name for member in hot])
         assert found == [hashlib.sha256(member.data).hexdigest() for member in hot]
 
     def stored(self, key: str) -> Path:

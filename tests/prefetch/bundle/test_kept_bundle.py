@@ -15,7 +15,7 @@ from bootseer.prefetch.images.mount import unmount_image
 from bootseer.prefetch.serve.plan import begin_serving
 from bootseer.served.control import ask
 from bootseer.settings.config import Settings
-from testbed.mounts.image_mounts import index, mounted, outside, settings_at
+from testbed.mounts.image_mounts import index, mounted, run_program, settings_at
 from testbed.mounts.sweeping import sweep
 from testbed.waiting import wait_for
 
@@ -32,17 +32,17 @@ def test_a_start_without_the_store_uses_the_bundle_that_was_kept(tmp_path: Path)
     record = index(settings, root, "image:1")
     directory = tmp_path / "mnt"
     with mounted(settings, "image:1", directory) as image:
-        outside(READ, directory / "one")
+        run_program(READ, directory / "one")
         image.ready()
     sweep(settings.run_dir.parent, settings)
     with mounted(settings, "image:1", directory) as image:
         wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)
-        outside(READ, directory / "one", directory / "two")
+        run_program(READ, directory / "one", directory / "two")
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     try:
         served = begin_serving(settings, "image:1", record.index_digest, directory).wait()
         wait_for(lambda: ask(served.state_dir, "status")["prefetch"] is not None)
-        outside(READ, directory / "one", directory / "two")
+        run_program(READ, directory / "one", directory / "two")
         status = ask(served.state_dir, "status")
         assert status["faults"]["fault_count"] == 0
         assert status["prefetch"]["used_bytes"] > 0

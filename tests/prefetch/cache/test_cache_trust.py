@@ -27,7 +27,7 @@ from bootseer.prefetch.publish.publish_image import publish_node_image
 from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.prefetch.sources.layer_tar import pack_layer
 from bootseer.store import Store, open_store
-from testbed.images.building import Layout, Member, write_layout
+from testbed.images.building import LayoutBuilder, Member, write_layout
 from testbed.waiting import wait_for
 from tests.support.images.pulled import PullingNode
 from tests.support.images.stored_image import Image, stored_image
@@ -110,7 +110,7 @@ def test_a_wrong_length_keeps_no_other_image_from_starting(
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> Layout:
+def layout(tmp_path: Path) -> LayoutBuilder:
     words = random.Random(5).choices([b"layer ", b"frame ", b"digest ", b"stream "], k=50_000)
     return write_layout(tmp_path / "image", [[Member("file", data=b"".join(words))]])
 
@@ -123,7 +123,7 @@ def image_bytes(
     return ImageBytes(blobs, store.read_into, NodeCache(node.settings.cache_dir), vouched=vouched)
 
 
-def fetched_bytes(node: PullingNode, layout: Layout) -> int:
+def fetched_bytes(node: PullingNode, layout: LayoutBuilder) -> int:
     """Return the bytes fetched to read all of the image."""
     with open_store(node.settings.store_url) as store:
         record = find_image(store, node.obtain(f"oci:{layout.directory}").record.reference)
@@ -137,7 +137,9 @@ def fetched_bytes(node: PullingNode, layout: Layout) -> int:
             streams.close()
 
 
-def test_what_a_node_pulled_serves_the_index_made_of_it(tmp_path: Path, layout: Layout) -> None:
+def test_what_a_node_pulled_serves_the_index_made_of_it(
+    tmp_path: Path, layout: LayoutBuilder
+) -> None:
     nodes = [
         PullingNode(tmp_path / name, tmp_path / "store") for name in ("packs", "waits", "lacks")
     ]
@@ -184,7 +186,7 @@ def test_of_many_nodes_of_a_first_start_each_layer_is_packed_by_one(
 
 
 @pytest.fixture
-def other_frames(tmp_path: Path, layout: Layout) -> tuple[PullingNode, str]:
+def other_frames(tmp_path: Path, layout: LayoutBuilder) -> tuple[PullingNode, str]:
     """A node that has pulled a layer which another one published, in frames of its own; and the
     digest of the index that the store has."""
     first, second = (
@@ -200,13 +202,13 @@ def other_frames(tmp_path: Path, layout: Layout) -> tuple[PullingNode, str]:
 
 
 def test_frames_of_another_packer_are_not_fetched(
-    layout: Layout, other_frames: tuple[PullingNode, str]
+    layout: LayoutBuilder, other_frames: tuple[PullingNode, str]
 ) -> None:
     assert fetched_bytes(other_frames[0], layout) == 0
 
 
 def test_no_frame_gets_into_a_pulled_stream(
-    layout: Layout, other_frames: tuple[PullingNode, str]
+    layout: LayoutBuilder, other_frames: tuple[PullingNode, str]
 ) -> None:
     node, index_digest = other_frames
     (diff_id,) = layers_of(node, index_digest)
@@ -230,7 +232,7 @@ def test_no_frame_gets_into_a_pulled_stream(
 
 
 def test_an_image_of_a_store_reads_no_pulled_stream_by_naming_it(
-    layout: Layout, other_frames: tuple[PullingNode, str], honest: tuple[Tree, Store]
+    layout: LayoutBuilder, other_frames: tuple[PullingNode, str], honest: tuple[Tree, Store]
 ) -> None:
     """Only a source's own configuration vouches for a layer."""
     node, index_digest = other_frames

@@ -11,8 +11,7 @@ from bootseer.settings.config import Settings
 from testbed.images.rootfs import python_root
 from testbed.mounts.image_mounts import index, settings_at
 from testbed.mounts.sweeping import sweep
-from testbed.others import folder_of_others
-from testbed.users import device_for, give, unprivileged
+from testbed.users import folder_for_all_users, give_to_nobody, unprivileged, with_device_mode
 
 pytestmark = pytest.mark.needs("fuse")
 
@@ -25,12 +24,12 @@ def prefix() -> tuple[str, ...]:
 
 @pytest.fixture
 def settings(prefix: tuple[str, ...]) -> Iterator[Settings]:
-    with folder_of_others() as base:
+    with folder_for_all_users() as base:
         settings = settings_at(base)
         index(settings, python_root(base / "root"), "py:1")
         for name in ("store", "cache", "run"):
             (base / name).mkdir(exist_ok=True)
-            give(base / name)
+            give_to_nobody(base / name)
         yield settings
         sweep(settings.run_dir.parent, settings)
 
@@ -44,7 +43,7 @@ def test_a_command_runs_as_root_of_its_own_world(
     flags = ["--store", settings.store_url, "--cache-dir", str(settings.cache_dir)]
     flags += ["--run-dir", str(settings.run_dir)]
     command = [
-        *device_for(mode),
+        *with_device_mode(mode),
         *prefix,
         sys.executable,
         "-m",

@@ -22,7 +22,7 @@ from bootseer.prefetch.index.catalogue import publish_image
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
 from testbed.mounts.image_mounts import index, settings_at
-from testbed.users import as_ordinary_user, give, open_way
+from testbed.users import as_ordinary_user, give_to_nobody, make_reachable
 
 
 def plain(base: Path, name: str, word: str) -> Path:
@@ -100,8 +100,8 @@ def test_an_ordinary_user_gets_an_image_without_its_device_nodes(
     (root / "dev").mkdir()
     os.mknod(root / "dev/console", stat.S_IFCHR | 0o600, os.makedev(5, 1))
     index(settings, root, "debian")
-    give(tmp_path)
-    open_way(tmp_path)
+    give_to_nobody(tmp_path)
+    make_reachable(tmp_path)
     code = """
 import json, logging, os, sys
 from bootseer.prefetch.container.extracted import prepare_extracted

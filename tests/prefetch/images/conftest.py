@@ -9,7 +9,7 @@ from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
-from testbed.images.building import NASTY, Layout, Member, tar_of, write_layout
+from testbed.images.building import NASTY, LayoutBuilder, Member, tar_of, write_layout
 from tests.support.images.pulled import PullingNode
 
 TARS = [tar_of(members) for members in NASTY]
@@ -22,7 +22,7 @@ def big(name: str, size_bytes: int = 3_000_000) -> bytes:
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> Layout:
+def layout(tmp_path: Path) -> LayoutBuilder:
     return write_layout(tmp_path / "image", NASTY, compression="gzip")
 
 
@@ -31,7 +31,7 @@ def node(tmp_path: Path) -> PullingNode:
     return PullingNode(tmp_path / "node", tmp_path / "store")
 
 
-def source_of(layout: Layout) -> str:
+def source_of(layout: LayoutBuilder) -> str:
     return f"oci:{layout.directory}:{TAG}"
 
 

@@ -16,7 +16,7 @@ from bootseer.prefetch.publish.indexing import change_time_ns
 from bootseer.prefetch.publish.publish_image import publish_node_image
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
-from testbed.images.building import NASTY, Layout, Member, tar_of, write_layout
+from testbed.images.building import NASTY, LayoutBuilder, Member, tar_of, write_layout
 from testbed.images.rootfs import odd_tree
 from testbed.waiting import wait_for
 from tests.prefetch.images.conftest import TARS, index, indexed_contents, source_of
@@ -48,7 +48,7 @@ def test_a_pulled_image_is_the_indexed_one(
 
 
 def test_it_is_published_byte_for_byte_as_if_indexed(
-    node: PullingNode, layout: Layout, tmp_path: Path
+    node: PullingNode, layout: LayoutBuilder, tmp_path: Path
 ) -> None:
     resolved = node.obtain(source_of(layout))
     resolved.release()
@@ -70,7 +70,7 @@ def test_it_is_published_byte_for_byte_as_if_indexed(
 def unchanged(root: Path) -> Path:
     """Once the clock of change times has gone on since the last change."""
     newest_ns = max(path.lstat().st_ctime_ns for path in (root, *root.rglob("*")))
-    wait_for(lambda: change_time_ns() > newest_ns, "a tick of that clock", look_s=0.005)
+    wait_for(lambda: change_time_ns() > newest_ns, "a tick of that clock", interval_s=0.005)
     return root
 
 
@@ -149,7 +149,7 @@ def test_what_vanishes_while_a_directory_is_compared_has_changed(
 
 def test_an_image_whose_layers_are_named_by_sha512(node: PullingNode, tmp_path: Path) -> None:
     """The cache knows streams by SHA-256 and BLAKE3 only."""
-    layout = Layout(tmp_path / "image")
+    layout = LayoutBuilder(tmp_path / "image")
     diff_ids = [f"sha512:{hashlib.sha512(tar).hexdigest()}" for tar in TARS]
     layout.add_image(TARS, diff_ids=diff_ids)
     resolved, contents = node.start(source_of(layout))
@@ -161,9 +161,9 @@ def test_an_image_whose_layers_are_named_by_sha512(node: PullingNode, tmp_path: 
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Layout:
+def two(tmp_path: Path) -> LayoutBuilder:
     """Two images of one layer each, `good` and `evil`, in the store."""
-    layout = Layout(tmp_path / "image")
+    layout = LayoutBuilder(tmp_path / "image")
     for name in ("good", "evil"):
         layout.add_image([tar_of([Member("name", data=name.encode())])], tag=name)
         index(f"oci:{layout.directory}:{name}", tmp_path / "store", tmp_path / "work", name)
@@ -171,7 +171,7 @@ def two(tmp_path: Path) -> Layout:
 
 
 def test_a_record_that_names_another_images_index_is_not_used(
-    node: PullingNode, tmp_path: Path, two: Layout
+    node: PullingNode, tmp_path: Path, two: LayoutBuilder
 ) -> None:
     source = f"oci:{two.directory}:good"
     with open_source(source, tmp_path / "work") as opened, open_store(str(tmp_path / "store")) as s:
@@ -184,7 +184,7 @@ def test_a_record_that_names_another_images_index_is_not_used(
 
 
 def test_a_layers_record_that_names_another_layers_index_is_not_used(
-    node: PullingNode, tmp_path: Path, two: Layout
+    node: PullingNode, tmp_path: Path, two: LayoutBuilder
 ) -> None:
     with open_store(str(tmp_path / "store")) as store:
         good, evil = (find_image(store, name).layers[0].digest for name in ("good", "evil"))
@@ -195,7 +195,7 @@ def test_a_layers_record_that_names_another_layers_index_is_not_used(
 
 
 def test_what_starts_is_for_the_source_to_say(
-    node: PullingNode, tmp_path: Path, two: Layout
+    node: PullingNode, tmp_path: Path, two: LayoutBuilder
 ) -> None:
     source = f"oci:{two.directory}:good"
     with open_source(source, tmp_path / "work") as opened, open_store(str(tmp_path / "store")) as s:

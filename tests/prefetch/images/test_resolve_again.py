@@ -14,13 +14,13 @@ from bootseer.prefetch.index.catalogue import find_image
 from bootseer.prefetch.publish.publish_image import publish_node_image
 from bootseer.prefetch.reading.fill import fetch_tree
 from bootseer.store import open_store
-from testbed.images.building import Layout
+from testbed.images.building import LayoutBuilder
 from tests.prefetch.images.conftest import TARS, big, index, indexed_contents, source_of
 from tests.support.images.pulled import PullingNode, note_store
 
 
 def test_layers_that_the_store_has_are_not_pulled(node: PullingNode, tmp_path: Path) -> None:
-    layout = Layout(tmp_path / "image")
+    layout = LayoutBuilder(tmp_path / "image")
     layout.add_image(TARS[:2], tag="base", compression="gzip")
     index(f"oci:{layout.directory}:base", tmp_path / "store", tmp_path / "work")
     layout.add_image([*TARS[:2], big("top")], compression="gzip")
@@ -35,7 +35,7 @@ def test_layers_that_the_store_has_are_not_pulled(node: PullingNode, tmp_path: P
 def test_an_image_whose_layers_are_all_known_is_not_pulled(
     node: PullingNode, tmp_path: Path
 ) -> None:
-    layout = Layout(tmp_path / "image")
+    layout = LayoutBuilder(tmp_path / "image")
     layout.add_image(TARS, tag="one")
     index(f"oci:{layout.directory}:one", tmp_path / "store", tmp_path / "work")
     layout.add_image(TARS, tag="two", run={"Env": ["X=1"]})
@@ -48,7 +48,7 @@ def test_an_image_whose_layers_are_all_known_is_not_pulled(
         assert find_image(store, resolved.record.reference).config.env == ("X=1",)
 
 
-def test_what_was_pulled_is_not_pulled_again(node: PullingNode, layout: Layout) -> None:
+def test_what_was_pulled_is_not_pulled_again(node: PullingNode, layout: LayoutBuilder) -> None:
     first, contents = node.start(source_of(layout))
     for path in layout.directory.rglob("blobs/sha256/*"):
         # All layers; the documents are small.
@@ -64,10 +64,10 @@ def test_what_was_pulled_is_not_pulled_again(node: PullingNode, layout: Layout) 
 def test_a_fetch_moves_nothing_of_a_layer_that_the_node_has_pulled(
     node: PullingNode, tmp_path: Path
 ) -> None:
-    base = Layout(tmp_path / "base")
+    base = LayoutBuilder(tmp_path / "base")
     base.add_image(TARS[:1], compression="gzip")
     node.start(source_of(base))
-    layout = Layout(tmp_path / "image")
+    layout = LayoutBuilder(tmp_path / "image")
     layout.add_image(TARS[:2], compression="gzip")
     index(source_of(layout), tmp_path / "store", tmp_path / "work")
     record = node.obtain(source_of(layout)).record
@@ -80,7 +80,7 @@ def test_a_fetch_moves_nothing_of_a_layer_that_the_node_has_pulled(
     )
 
 
-def test_a_lost_stream_is_pulled_again(node: PullingNode, layout: Layout) -> None:
+def test_a_lost_stream_is_pulled_again(node: PullingNode, layout: LayoutBuilder) -> None:
     _, contents = node.start(source_of(layout))
     (stream, *_) = (node.settings.cache_dir / "streams").iterdir()
     shutil.rmtree(stream)
@@ -91,7 +91,7 @@ def test_a_lost_stream_is_pulled_again(node: PullingNode, layout: Layout) -> Non
 @pytest.mark.parametrize("what", ["layers", "images", "../indexes"])
 @pytest.mark.parametrize("damage", [b"", b"{}", b"rubbish"])
 def test_a_damaged_catalogue_is_not_believed(
-    node: PullingNode, layout: Layout, what: str, damage: bytes
+    node: PullingNode, layout: LayoutBuilder, what: str, damage: bytes
 ) -> None:
     _, contents = node.start(source_of(layout))
     for path in (node.settings.cache_dir / "catalogue" / what).iterdir():
@@ -99,7 +99,7 @@ def test_a_damaged_catalogue_is_not_believed(
     assert node.start(source_of(layout))[1] == contents
 
 
-def test_a_store_that_is_down(tmp_path: Path, layout: Layout) -> None:
+def test_a_store_that_is_down(tmp_path: Path, layout: LayoutBuilder) -> None:
     node = PullingNode(tmp_path / "node", tmp_path / "store")
     indexed = index(source_of(layout), tmp_path / "store", tmp_path / "work")
     down = PullingNode(tmp_path / "node", "hdfs://127.0.0.1:9/store")
@@ -126,11 +126,11 @@ def test_a_name_that_nobody_knows(node: PullingNode) -> None:
 
 def test_a_younger_image_of_the_name_stays(node: PullingNode, tmp_path: Path) -> None:
     """The tag moved while an old image waited for being published."""
-    layout = Layout(tmp_path / "image")
+    layout = LayoutBuilder(tmp_path / "image")
     layout.add_image(TARS[:1])
     old = node.obtain(source_of(layout))
     old.release()
-    moved = Layout(tmp_path / "moved" / "image")
+    moved = LayoutBuilder(tmp_path / "moved" / "image")
     moved.add_image(TARS)
     young = index(source_of(moved), tmp_path / "store", tmp_path / "work")
     assert young.reference == old.record.reference
@@ -141,7 +141,7 @@ def test_a_younger_image_of_the_name_stays(node: PullingNode, tmp_path: Path) ->
 
 
 def test_a_layer_that_nobody_has_any_more(
-    node: PullingNode, layout: Layout, tmp_path: Path
+    node: PullingNode, layout: LayoutBuilder, tmp_path: Path
 ) -> None:
     resolved = node.obtain(source_of(layout))
     resolved.release()
@@ -154,7 +154,7 @@ def test_a_layer_that_nobody_has_any_more(
     assert published == record.index_digest
 
 
-def test_trim_forgets_what_nobody_asked_for(node: PullingNode, layout: Layout) -> None:
+def test_trim_forgets_what_nobody_asked_for(node: PullingNode, layout: LayoutBuilder) -> None:
     _, contents = node.start(source_of(layout))
     assert trim_records(node.settings.cache_dir) == 0
     for path in node.settings.cache_dir.rglob("*.json"):

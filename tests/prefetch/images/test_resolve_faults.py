@@ -17,8 +17,8 @@ from bootseer.prefetch.index.catalogue import check_blobs, list_images, read_tre
 from bootseer.prefetch.index.records import LAYER_FORM
 from bootseer.prefetch.publish.publish_image import publish_node_image
 from bootseer.store import Store, open_store
-from testbed.images.building import Layout
-from testbed.mounts.image_mounts import outside, start_outside
+from testbed.images.building import LayoutBuilder
+from testbed.mounts.image_mounts import run_program, start_program
 from testbed.waiting import wait_for
 from tests.prefetch.images.conftest import TARS, big, index, source_of
 from tests.support.images.pulled import PullingNode, objects
@@ -26,7 +26,7 @@ from tests.support.images.pulled import PullingNode, objects
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
 def test_a_damaged_layer_leaves_nothing(node: PullingNode, tmp_path: Path, damage: str) -> None:
-    layout = Layout(tmp_path / "image")
+    layout = LayoutBuilder(tmp_path / "image")
     layout.add_image([big("a"), big("b")], compression="gzip")
     layer = max(layout.directory.rglob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
     right = layer.read_bytes()
@@ -53,7 +53,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)], check=True)
     try:
         node = PullingNode(small / "node", tmp_path / "store")
-        layout = Layout(tmp_path / "image")
+        layout = LayoutBuilder(tmp_path / "image")
         layout.add_image([big("a", 12_000_000)])
         with pytest.raises(NoSpaceError, match="free space or set BOOTSEER_CACHE_DIR"):
             node.obtain(source_of(layout))
@@ -88,16 +88,16 @@ print(publish_node_image(node.settings, sys.argv[3]))
 
 
 def _wait_unless_ended(process: "subprocess.Popen[str]", condition: Callable[[], bool]) -> None:
-    wait_for(lambda: process.poll() is not None or condition(), look_s=0.001)
+    wait_for(lambda: process.poll() is not None or condition(), interval_s=0.001)
 
 
 def test_kill_9_in_the_middle_of_a_pull(tmp_path: Path) -> None:
-    layout = Layout(tmp_path / "image")
+    layout = LayoutBuilder(tmp_path / "image")
     layout.add_image([big("a", 30_000_000), big("b", 30_000_000)], compression="gzip")
     node = PullingNode(tmp_path / "node", tmp_path / "store")
     streams = node.settings.cache_dir / "streams"
     for _ in range(3):
-        process = start_outside(PULL, tmp_path / "node", tmp_path / "store", source_of(layout))
+        process = start_program(PULL, tmp_path / "node", tmp_path / "store", source_of(layout))
         _wait_unless_ended(process, lambda: any(streams.glob("new-*/data")))
         process.kill()
         process.communicate()
@@ -115,7 +115,7 @@ def _shows(store: Path, count: int) -> bool:
 
 
 def test_kill_9_of_the_publisher(tmp_path: Path) -> None:
-    layout = Layout(tmp_path / "image")
+    layout = LayoutBuilder(tmp_path / "image")
     layout.add_image([big("a", 6_000_000), big("b", 6_000_000), *TARS], compression="gzip")
     node = PullingNode(tmp_path / "node", tmp_path / "store")
     resolved, contents = node.start(source_of(layout))
@@ -123,14 +123,14 @@ def test_kill_9_of_the_publisher(tmp_path: Path) -> None:
     arguments = (tmp_path / "node", store, resolved.record.index_digest)
     # One more object each time, up to the last.
     for count in range(1, 12):
-        process = start_outside(PUBLISH, *arguments)
+        process = start_program(PUBLISH, *arguments)
         _wait_unless_ended(process, partial(_shows, store, count))
         process.kill()
         process.communicate()
         check_records(store)
         # As if it had run out: nobody else takes over a layer for two minutes.
         shutil.rmtree(store / "leases", ignore_errors=True)
-    assert outside(PUBLISH, *arguments)
+    assert run_program(PUBLISH, *arguments)
     index(source_of(layout), tmp_path / "other", tmp_path / "work")
     published = {k: v for k, v in objects(store).items() if not k.startswith("leases/")}
     assert published == objects(tmp_path / "other")
@@ -155,10 +155,10 @@ def check_records(store: Path) -> None:
 
 
 def test_two_starts_at_once_pull_each_layer_once(tmp_path: Path) -> None:
-    layout = Layout(tmp_path / "image")
+    layout = LayoutBuilder(tmp_path / "image")
     layout.add_image([big("a", 30_000_000), big("b", 9_000_000)], compression="gzip")
     started = [
-        start_outside(PULL, tmp_path / "node", tmp_path / "store", source_of(layout))
+        start_program(PULL, tmp_path / "node", tmp_path / "store", source_of(layout))
         for _ in range(3)
     ]
     said = [process.communicate_checked() for process in started]
@@ -168,7 +168,7 @@ def test_two_starts_at_once_pull_each_layer_once(tmp_path: Path) -> None:
 
 
 def test_of_two_nodes_one_packs_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout(tmp_path / "image")
+    layout = LayoutBuilder(tmp_path / "image")
     layout.add_image([big("a"), big("b")], compression="gzip")
     nodes = [PullingNode(tmp_path / f"node-{i}", tmp_path / "store") for i in range(3)]
     indexes = [node.start(source_of(layout))[0].record.index_digest for node in nodes]
@@ -188,7 +188,9 @@ def test_of_two_nodes_one_packs_a_layer(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list((tmp_path / "store" / "leases").rglob("*.json"))
 
 
-def test_what_the_disk_has_damaged_is_not_published(node: PullingNode, layout: Layout) -> None:
+def test_what_the_disk_has_damaged_is_not_published(
+    node: PullingNode, layout: LayoutBuilder
+) -> None:
     resolved = node.obtain(source_of(layout))
     resolved.release()
     for path in (node.settings.cache_dir / "streams").glob("*/data"):
@@ -202,7 +204,7 @@ def test_what_the_disk_has_damaged_is_not_published(node: PullingNode, layout: L
         assert not list(store.list("layers/"))
 
 
-def test_a_stream_that_is_lost_while_served(node: PullingNode, layout: Layout) -> None:
+def test_a_stream_that_is_lost_while_served(node: PullingNode, layout: LayoutBuilder) -> None:
     resolved = node.obtain(source_of(layout))
     resolved.release()
     shutil.rmtree(node.settings.cache_dir / "streams")

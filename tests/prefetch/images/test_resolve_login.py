@@ -9,7 +9,7 @@ from msgspec import structs
 
 from bootseer.errors import PermissionDeniedError
 from bootseer.prefetch.images.find import resolve_image
-from testbed.images.building import Layout, Member, tar_of
+from testbed.images.building import LayoutBuilder, Member, tar_of
 from testbed.servers.faulty_relay import Fault, FaultyRelay
 from testbed.servers.registry import TokenServer, running_registry
 from tests.support.images.pulled import PullingNode
@@ -34,7 +34,7 @@ def test_a_token_expires_while_layers_are_pulled(
     monkeypatch.delenv("REGISTRY_AUTH_FILE", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     layers = [tar_of([Member(f"{n}/file", data=b"%d" % n * 400_000)]) for n in range(3)]
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     layout.add_image(layers)
     with (
         contextlib.closing(TokenServer(tmp_path / "tokens", USER, PASSWORD)) as tokens,

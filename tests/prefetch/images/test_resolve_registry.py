@@ -12,8 +12,8 @@ from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.publish.publish_image import publish_node_image
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
-from testbed.images.building import Layout, Member, tar_of
-from testbed.mounts.image_mounts import start_outside
+from testbed.images.building import LayoutBuilder, Member, tar_of
+from testbed.mounts.image_mounts import start_program
 from testbed.servers.faulty_relay import Fault, FaultyRelay
 from testbed.servers.registry import Registry
 from tests.support.images.pulled import PullingNode, objects
@@ -39,7 +39,7 @@ def node(tmp_path: Path) -> PullingNode:
 
 
 def push(registry: Registry, base: Path, name: str, *layers: bytes) -> None:
-    layout = Layout(base / name)
+    layout = LayoutBuilder(base / name)
     layout.add_image(layers, tag="v1", compression="gzip")
     registry.push_layout(layout.directory, "v1", f"{name}:v1")
 
@@ -158,7 +158,7 @@ def test_two_starts_pull_a_layer_once(
 ) -> None:
     push(registry, tmp_path, "twice", layer("a"), layer("b"))
     image = f"registry://{relay.host}/twice:v1"
-    started = [start_outside(PULL, tmp_path / "node", tmp_path / "store", image) for _ in range(3)]
+    started = [start_program(PULL, tmp_path / "node", tmp_path / "store", image) for _ in range(3)]
     assert [process.communicate_checked() for process in started] == ["6\n"] * 3
     # Three configurations and two layers.
     assert relay.count(BLOBS) == 5

@@ -11,7 +11,7 @@ import pytest
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.settings.config import Settings
 from testbed.mounts.image_mounts import (
-    checksums_outside,
+    checksums_in_child,
     drop_cache,
     index,
     settings_at,
@@ -58,4 +58,4 @@ def node(tmp_path: Path) -> Iterator[IndexedDirectory]:
 
 def read_hot(node: IndexedDirectory, directory: Path) -> None:
     paths = [directory / name for name in HOT]
-    assert checksums_outside(paths) == [digest_of(node.source / name) for name in HOT]
+    assert checksums_in_child(paths) == [digest_of(node.source / name) for name in HOT]

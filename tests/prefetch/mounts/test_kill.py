@@ -35,10 +35,10 @@ from bootseer.served.folders import (
 from testbed.cgroups import frozen
 from testbed.mounts.image_mounts import (
     bootseer,
-    checksums_outside,
+    checksums_in_child,
     mounted,
     settings_at,
-    start_outside,
+    start_program,
 )
 from testbed.waiting import wait_for
 from tests.prefetch.mounts.conftest import BIG_BYTES, IndexedDirectory, digest_of, read_hot
@@ -61,7 +61,7 @@ print(h.hexdigest())
     slow += f"&account={node.base}/account"
     settings = replace(node.settings, store_url=slow)
     with mounted(settings, "image:1", node.base / "mnt") as image:
-        reader = start_outside(code, image.directory / "big")
+        reader = start_program(code, image.directory / "big")
         assert reader.stdout is not None
         assert reader.stdout.readline() == "go\n"
         workers = set()
@@ -80,7 +80,7 @@ def test_a_frozen_worker_is_replaced_while_a_job_reads(node: IndexedDirectory) -
     with mounted(settings, "image:1", node.base / "mnt") as image:
         worker = image.status()["worker_pid"]
         with frozen(worker):
-            assert checksums_outside([image.directory / "big"]) == [digest_of(node.source / "big")]
+            assert checksums_in_child([image.directory / "big"]) == [digest_of(node.source / "big")]
         assert image.status()["worker_pid"] != worker
 
 
@@ -102,7 +102,7 @@ def test_kill_9_of_everything_then_again(node: IndexedDirectory) -> None:
     directory = node.base / "mnt"
     directory.mkdir()
     image = mount_image(node.settings, "image:1", directory)
-    checksums_outside([directory / "hot-1"])
+    checksums_in_child([directory / "hot-1"])
     state = find_live_mount(node.settings, directory)[1]
     worker = image.status()["worker_pid"]
     os.kill(state.pid, signal.SIGKILL)
@@ -188,7 +188,7 @@ def test_a_crash_of_the_machine(node: IndexedDirectory) -> None:
     directory.mkdir()
     image = mount_image(replace(node.settings, record="never"), "image:1", directory)
     right = [digest_of(node.source / name) for name in ("big", "hot-1")]
-    assert checksums_outside([directory / "big", directory / "hot-1"]) == right
+    assert checksums_in_child([directory / "big", directory / "hot-1"]) == right
     for pid in (find_live_mount(node.settings, directory)[1].pid, image.status()["worker_pid"]):
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not is_alive(image.state_dir))
@@ -201,7 +201,7 @@ def test_a_crash_of_the_machine(node: IndexedDirectory) -> None:
         file.seek(3 * 2**20)
         file.write(bytes(300_000))
     with mounted(node.settings, "image:1", directory, record="never") as again:
-        assert checksums_outside([directory / "big", directory / "hot-1"]) == right
+        assert checksums_in_child([directory / "big", directory / "hot-1"]) == right
         fetched = again.status()["moved"]["fetched_bytes"]
         assert 300_000 <= fetched < 1_500_000
 
@@ -281,7 +281,7 @@ threading.Thread(target=kill, daemon=True).start()
 mount_image(from_line(sys.argv[1], Settings), "image:1", directory)
 time.sleep(10)
 """
-    process = start_outside(code, to_line(node.settings), directory)
+    process = start_program(code, to_line(node.settings), directory)
     process.communicate(timeout=60)
     # Ready in the same instant is fine, too: then it is mounted and known.
     wait_for(

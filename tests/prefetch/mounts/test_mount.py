@@ -12,11 +12,11 @@ from bootseer.linux import mount_table
 from bootseer.served.folders import live_mounts
 from testbed.images.rootfs import odd_tree
 from testbed.mounts.image_mounts import (
-    checksums_outside,
+    checksums_in_child,
     drop_cache,
     index,
     mounted,
-    outside,
+    run_program,
     settings_at,
     start_outside,
     tree_outside,
@@ -34,7 +34,7 @@ def test_the_mounted_tree_equals_the_source(tmp_path: Path) -> None:
     source = odd_tree(tmp_path / "source")
     index(settings, source, "odd:1")
     with mounted(settings, "odd:1", tmp_path / "mnt"):
-        found, expected = tree_outside(tmp_path / "mnt"), tree_outside(source)
+        found, expected = tree_in_child(tmp_path / "mnt"), tree_in_child(source)
         assert found.keys() == expected.keys()
         for path, attributes in expected.items():
             assert found[path] == attributes, path
@@ -53,7 +53,7 @@ except OSError as error:
 print(bool(os.statvfs(sys.argv[1]).f_flag & os.ST_NOSUID))
 """
     with mounted(settings, "odd:1", tmp_path / "mnt"):
-        assert outside(code, tmp_path / "mnt") == "EACCES\nTrue\n"
+        assert run_program(code, tmp_path / "mnt") == "EACCES\nTrue\n"
 
 
 def test_seek_finds_the_holes_of_a_sparse_file(node: IndexedDirectory) -> None:
@@ -69,7 +69,7 @@ data = os.lseek(fd, 0, os.SEEK_DATA)
 print(os.lseek(fd, 0, os.SEEK_HOLE), data <= 2**20, os.lseek(fd, data, os.SEEK_HOLE) < 2**22)
 """
     with mounted(node.settings, "image:2", node.base / "mnt"):
-        assert outside(code, node.base / "mnt/sparse") == "0 True True\n"
+        assert run_program(code, node.base / "mnt/sparse") == "0 True True\n"
 
 
 def test_writing_is_refused(node: IndexedDirectory) -> None:
@@ -82,7 +82,7 @@ for call in (lambda: open(sys.argv[1] + "/new", "w"), lambda: os.unlink(sys.argv
         print(errno.errorcode[error.errno])
 """
     with mounted(node.settings, "image:1", node.base / "mnt"):
-        assert outside(code, node.base / "mnt") == "EROFS\nEROFS\n"
+        assert run_program(code, node.base / "mnt") == "EROFS\nEROFS\n"
 
 
 def test_the_cache_is_kept_below_its_limit_but_for_what_is_mounted(node: IndexedDirectory) -> None:
@@ -93,12 +93,12 @@ def test_the_cache_is_kept_below_its_limit_but_for_what_is_mounted(node: Indexed
     streams = node.settings.cache_dir / "streams"
     for name, reference in (("one", "image:1"), ("two", "image:2")):
         with mounted(small, reference, node.base / name, record="never") as image:
-            checksums_outside([image.directory / "big"])
+            checksums_in_child([image.directory / "big"])
             # What an earlier start left goes; what is mounted stays, beyond the limit.
             wait_for(lambda: len(list(streams.glob("*-*"))) == 1)
             (used,) = streams.glob("*-*")
             assert image.status()["cached_bytes"] >= BIG_BYTES
-            found = checksums_outside([image.directory / "big", image.directory / "hot-1"])
+            found = checksums_in_child([image.directory / "big", image.directory / "hot-1"])
             assert found == [digest_of(node.source / n) for n in ("big", "hot-1")]
             assert used.exists()
 

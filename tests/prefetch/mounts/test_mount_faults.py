@@ -10,7 +10,7 @@ from bootseer.errors import BusyError, CorruptError, NotFoundError
 from bootseer.linux import mount_table
 from bootseer.prefetch.images.mount import mount_image, unmount_image
 from bootseer.served.folders import live_mounts, log_path
-from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted
+from testbed.mounts.image_mounts import checksums_in_child, drop_cache, mounted
 from testbed.waiting import wait_for
 from tests.prefetch.mounts.conftest import IndexedDirectory, digest_of, read_hot
 
@@ -24,7 +24,7 @@ def test_damaged_frame_is_an_error_to_the_reader(node: IndexedDirectory) -> None
     path.write_bytes(data)
     with mounted(node.settings, "image:1", node.base / "mnt") as image:
         names = ["big", "hot-1", "hot-2", "cold"]
-        found = checksums_outside([image.directory / name for name in names])
+        found = checksums_in_child([image.directory / name for name in names])
         right = [digest_of(node.source / name) for name in names]
         wrong = [f for f, r in zip(found, right, strict=True) if f != r]
         assert wrong == ["EIO"]
@@ -38,14 +38,14 @@ def test_store_goes_away_under_a_reader(node: IndexedDirectory) -> None:
         read_hot(node, image.directory)
         (node.base / "store").rename(node.base / "elsewhere")
         try:
-            assert checksums_outside([image.directory / "cold"])[0].startswith("E")
+            assert checksums_in_child([image.directory / "cold"])[0].startswith("E")
             # What is here stays readable.
             read_hot(node, image.directory)
         finally:
             (node.base / "elsewhere").rename(node.base / "store")
         # What a read has waited for in vain is not waited for again for a moment.
         right = [digest_of(node.source / "cold")]
-        wait_for(lambda: checksums_outside([image.directory / "cold"]) == right)
+        wait_for(lambda: checksums_in_child([image.directory / "cold"]) == right)
 
 
 @pytest.mark.needs("root")
@@ -57,7 +57,7 @@ def test_full_disk_still_serves(node: IndexedDirectory) -> None:
         settings = replace(node.settings, cache_dir=small)
         with mounted(settings, "image:1", node.base / "mnt", record="never") as image:
             names = ["big", "hot-1", "hot-2", "cold"]
-            found = checksums_outside([image.directory / name for name in names])
+            found = checksums_in_child([image.directory / name for name in names])
             assert found == [digest_of(node.source / name) for name in names]
             assert image.status()["cache_is_full"]
     finally:
@@ -101,7 +101,7 @@ def test_a_lost_blob_is_an_io_error_with_a_line_in_the_log(node: IndexedDirector
     node.stored("blobs/" + blob.blob_digest.replace(":", "/")).unlink()
     settings = replace(node.settings, deadline_s=20.0)
     with mounted(settings, "image:1", node.base / "mnt", prefetch=False) as image:
-        assert checksums_outside([image.directory / "big"]) == ["EIO"]
+        assert checksums_in_child([image.directory / "big"]) == ["EIO"]
         log = log_path(settings.run_dir, image.state.id).read_text()
     assert "cannot read bytes" in log
     assert "/big" in log

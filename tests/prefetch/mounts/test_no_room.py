@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.settings.config import Settings
 from testbed.images.building import Member, write_layout
-from testbed.mounts.image_mounts import bootseer, checksums_outside, mounted
+from testbed.mounts.image_mounts import bootseer, checksums_in_child, mounted
 from testbed.mounts.sweeping import sweep
 from testbed.needs import require
 from tests.prefetch.mounts.conftest import IndexedDirectory, digest_of
@@ -56,7 +56,7 @@ def fill(disk: Path) -> None:
 
 def test_an_image_is_mounted_without_a_cache(node: IndexedDirectory, settings: Settings) -> None:
     with mounted(settings, "image:1", node.base / "mnt") as image:
-        found = checksums_outside([image.directory / name for name in NAMES])
+        found = checksums_in_child([image.directory / name for name in NAMES])
         assert found == [digest_of(node.source / name) for name in NAMES]
         assert image.status()["cache_is_full"]
     assert wait_published(settings, 60)
@@ -79,5 +79,5 @@ def test_an_indexed_image_is_not_pulled_for_want_of_a_cache(
     assert done.returncode == 0, done.stderr
     with mounted(settings, source, node.base / "mnt") as image:
         assert image.record.layers
-        (found,) = checksums_outside([image.directory / "file"])
+        (found,) = checksums_in_child([image.directory / "file"])
         assert found == hashlib.sha256(content).hexdigest()

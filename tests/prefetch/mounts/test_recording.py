@@ -5,7 +5,7 @@ import pytest
 from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.store import open_store
-from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted, outside
+from testbed.mounts.image_mounts import checksums_in_child, drop_cache, mounted, run_program
 from testbed.waiting import wait_for
 from tests.prefetch.mounts.conftest import IndexedDirectory, read_hot
 
@@ -18,7 +18,7 @@ def test_record_then_replay_moves_only_the_hot_bytes(node: IndexedDirectory) -> 
         assert image.status()["prefetch"] is None
         image.ready()
         # After the record's end nothing more is recorded.
-        checksums_outside([image.directory / "cold"])
+        checksums_in_child([image.directory / "cold"])
         wait_for(lambda: image.status()["record"] == "published")
     drop_cache(node.settings)
     with mounted(node.settings, "image:1", node.base / "mnt") as image:
@@ -38,7 +38,7 @@ def test_record_then_replay_moves_only_the_hot_bytes(node: IndexedDirectory) -> 
 def test_a_bundle_that_missed_much_is_made_anew(node: IndexedDirectory) -> None:
     for paths, traces in ((("hot-2",), 1), (("hot-1", "hot-2"), 2)):
         with mounted(node.settings, "image:1", node.base / "mnt") as image:
-            checksums_outside([image.directory / name for name in paths])
+            checksums_in_child([image.directory / name for name in paths])
         assert wait_published(node.settings, 30)
         with open_store(node.settings.store_url) as store:
             pointer = hot_store.read_pointer(store, node.record.index_digest, "train")
@@ -57,7 +57,7 @@ def test_no_record_when_told_so(node: IndexedDirectory) -> None:
 def test_ready_by_datagram_ends_the_record(node: IndexedDirectory) -> None:
     with mounted(node.settings, "image:1", node.base / "mnt", record="always") as image:
         read_hot(node, image.directory)
-        outside(
+        run_program(
             "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM);"
             "name, _, secret = sys.argv[1].partition(':');"
             "s.sendto(b'ready ' + secret.encode(), '\\0' + name)",

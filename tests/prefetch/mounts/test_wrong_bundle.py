@@ -14,7 +14,7 @@ from bootseer.prefetch.index.catalogue import read_tree
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.served.folders import log_path
 from bootseer.store import Store, open_store
-from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted
+from testbed.mounts.image_mounts import checksums_in_child, drop_cache, mounted
 from testbed.waiting import wait_for
 from tests.prefetch.mounts.conftest import IndexedDirectory, digest_of, read_hot
 
@@ -60,10 +60,10 @@ def test_a_wrong_bundle_is_found_dropped_and_made_anew(node: IndexedDirectory) -
         wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)
         paths = [image.directory / name for name in hot]
         # Pages cannot be told from others before the frames that hold them are here.
-        assert checksums_outside(paths) != right
+        assert checksums_in_child(paths) != right
         image.ready()
         # The background fill brings them: also what the kernel kept is forgotten.
-        wait_for(lambda: checksums_outside(paths) == right)
+        wait_for(lambda: checksums_in_child(paths) == right)
         assert "not those of" in image.status()["prefetch"]["error"]
         log = log_path(settings.run_dir, image.state.id).read_text()
         assert log.count("brought bytes that are not those of the image") == 1
@@ -99,9 +99,9 @@ def test_every_server_of_the_image_drops_what_one_found_wrong(node: IndexedDirec
         for image in (one, other):
             wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)  # noqa: B023
         paths = [one.directory / name for name in hot]
-        assert checksums_outside(paths) != right
+        assert checksums_in_child(paths) != right
         other.ready()
-        wait_for(lambda: checksums_outside(paths) == right)
+        wait_for(lambda: checksums_in_child(paths) == right)
         assert "another server" in one.status()["prefetch"]["error"]
 
 
@@ -129,7 +129,7 @@ def test_a_bundle_of_another_store_is_not_believed(node: IndexedDirectory) -> No
     right = [digest_of(node.source / path.name) for path in paths]
     with mounted(hostile, "image:1", node.base / "mnt") as image:
         wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)
-        assert checksums_outside(paths) != right
+        assert checksums_in_child(paths) != right
     for prefetch in (True, False):
         with mounted(good, "image:1", node.base / "mnt", prefetch=prefetch):
-            assert checksums_outside(paths) == right
+            assert checksums_in_child(paths) == right

@@ -18,7 +18,7 @@ import pytest
 import zstandard
 
 from bootseer.settings.config import Settings
-from testbed.images.building import CONFIG_TYPE, LAYER_TYPE, MANIFEST_TYPE, Layout, digest
+from testbed.images.building import CONFIG_TYPE, LAYER_TYPE, MANIFEST_TYPE, LayoutBuilder, digest
 from testbed.images.odd_tars import END, GNU, block, gnu_long, pax
 from testbed.mounts.image_mounts import TIMEOUT_S, bootseer, settings_at
 
@@ -69,7 +69,7 @@ def refused(settings: Settings, layout: Path, code: int) -> str:
 
 
 def layout_of(directory: Path, tar: bytes, compression: str = "gzip") -> Path:
-    Layout(directory).add_image([tar], compression=compression)
+    LayoutBuilder(directory).add_image([tar], compression=compression)
     return directory
 
 
@@ -106,7 +106,7 @@ def test_a_decompression_bomb_is_refused(settings: Settings, tmp_path: Path) -> 
     zeros = zstandard.ZstdCompressor(level=3).compress(bytes(2**27))
     stored = zstandard.ZstdCompressor().compress(block(b"file", size=2**34, magic=GNU))
     stored += zeros * 128
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     add_image(layout, [layout.add_blob(stored, LAYER_TYPE + "+zstd")], [digest(b"never seen")])
     assert "bomb" in refused(settings, layout.directory, 15)
 
@@ -120,14 +120,16 @@ def test_names_that_imply_directories_without_end(settings: Settings, tmp_path: 
 
 
 def add_image(
-    layout: Layout, layers: list[dict[str, Any]], diff_ids: list[str], **run: object
+    layout: LayoutBuilder, layers: list[dict[str, Any]], diff_ids: list[str], **run: object
 ) -> None:
     """An image whose documents say just this."""
     config = {"rootfs": {"type": "layers", "diff_ids": diff_ids}, "config": run}
     add_manifest(layout, layout.add_document(config, CONFIG_TYPE), layers)
 
 
-def add_manifest(layout: Layout, config: dict[str, Any], layers: list[dict[str, Any]]) -> None:
+def add_manifest(
+    layout: LayoutBuilder, config: dict[str, Any], layers: list[dict[str, Any]]
+) -> None:
     manifest = {"schemaVersion": 2, "config": config, "layers": layers}
     layout.manifests.append(layout.add_document(manifest, MANIFEST_TYPE))
     layout.write_index()
@@ -148,44 +150,44 @@ def test_a_layer_that_is_no_tar(
     first_bytes: bytes, code: int, message: str, settings: Settings, tmp_path: Path
 ) -> None:
     """Whatever its media type says."""
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     layer = layout.add_blob(first_bytes, "application/x-unknown")
     add_image(layout, [layer], [digest(first_bytes)])
     assert message in refused(settings, layout.directory, code)
 
 
-def deep(layout: Layout, layer: dict[str, Any]) -> None:
+def deep(layout: LayoutBuilder, layer: dict[str, Any]) -> None:
     config = layout.add_blob(b'{"rootfs":' + b"[" * 200_000, CONFIG_TYPE)
     add_manifest(layout, config, [layer])
 
 
-def long_number(layout: Layout, layer: dict[str, Any]) -> None:
+def long_number(layout: LayoutBuilder, layer: dict[str, Any]) -> None:
     config = layout.add_blob(b'{"rootfs":' + b"9" * 100_000 + b"}", CONFIG_TYPE)
     add_manifest(layout, config, [layer])
 
 
-def too_large(layout: Layout, layer: dict[str, Any]) -> None:
+def too_large(layout: LayoutBuilder, layer: dict[str, Any]) -> None:
     config = layout.add_blob(b'{"x":"' + b"y" * 9_000_000 + b'"}', CONFIG_TYPE)
     add_manifest(layout, config, [layer])
 
 
-def many_layers(layout: Layout, layer: dict[str, Any]) -> None:
+def many_layers(layout: LayoutBuilder, layer: dict[str, Any]) -> None:
     add_image(layout, [layer] * 20_000, [digest(END)] * 20_000)
 
 
-def many_variables(layout: Layout, layer: dict[str, Any]) -> None:
+def many_variables(layout: LayoutBuilder, layer: dict[str, Any]) -> None:
     add_image(layout, [layer], [digest(END)], Env=[f"V{n}=x" for n in range(10_001)])
 
 
-def no_strings(layout: Layout, layer: dict[str, Any]) -> None:
+def no_strings(layout: LayoutBuilder, layer: dict[str, Any]) -> None:
     add_image(layout, [layer], [digest(END)], Env={"A": "B"}, Cmd=5)
 
 
-def size_of_everything(layout: Layout, layer: dict[str, Any]) -> None:
+def size_of_everything(layout: LayoutBuilder, layer: dict[str, Any]) -> None:
     add_image(layout, [{**layer, "size": 2**39}], [digest(END)])
 
 
-def other_count(layout: Layout, layer: dict[str, Any]) -> None:
+def other_count(layout: LayoutBuilder, layer: dict[str, Any]) -> None:
     add_image(layout, [layer], [digest(END)] * 2)
 
 
@@ -204,16 +206,19 @@ def other_count(layout: Layout, layer: dict[str, Any]) -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_hostile_documents_are_refused(
-    make: Callable[[Layout, dict[str, Any]], None], code: int, settings: Settings, tmp_path: Path
+    make: Callable[[LayoutBuilder, dict[str, Any]], None],
+    code: int,
+    settings: Settings,
+    tmp_path: Path,
 ) -> None:
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     make(layout, layout.add_blob(END, LAYER_TYPE))
     refused(settings, layout.directory, code)
 
 
 def test_what_is_only_odd_is_taken(settings: Settings, tmp_path: Path) -> None:
     """10,000 variables, keys given twice (the last counts, as in Go), types that nobody knows."""
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     layer = layout.add_blob(END, "application/x-unknown")
     run = json.dumps({"Env": [f"V{n}=x" for n in range(10_000)], "WorkingDir": "/"})
     rootfs = json.dumps({"type": "layers", "diff_ids": [digest(END)]})

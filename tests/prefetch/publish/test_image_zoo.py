@@ -18,10 +18,10 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
 from bootseer.prefetch.index.catalogue import find_image, load_tree
 from bootseer.store import Store, open_store
-from testbed.containers.containerd_unpack import Containerd, RefusedError, umoci_unpacked
+from testbed.containers.containerd_unpack import RefusedError, UnpackingContainerd, umoci_unpacked
 from testbed.images.odd_tars import END, block, pax
 from testbed.images.zoo import ZOO, write_zoo_layout
-from testbed.mounts.image_mounts import index, mounted, outside, settings_at, tree_outside
+from testbed.mounts.image_mounts import index, mounted, run_program, settings_at, tree_in_child
 from testbed.needs import require
 
 pytestmark = pytest.mark.needs("mount", "fuse")
@@ -85,9 +85,9 @@ DIFFERENT: Mapping[tuple[str, str], Differences] = {
 
 
 @pytest.fixture(scope="module")
-def containerd() -> Iterator[Containerd]:
+def containerd() -> Iterator[UnpackingContainerd]:
     require("root")
-    with Containerd() as running:
+    with UnpackingContainerd() as running:
         yield running
 
 
@@ -142,20 +142,20 @@ def extracted(tree: Tree, store: Store, target: Path) -> Shown:
         target,
         allow_devices=True,
     )
-    return tree_outside(target)
+    return tree_in_child(target)
 
 
-def peer_shows(peer: str, containerd: Containerd, work: Path) -> Shown:
+def peer_shows(peer: str, containerd: UnpackingContainerd, work: Path) -> Shown:
     """Raises: RefusedError."""
     if peer == "umoci":
-        return tree_outside(umoci_unpacked(work / "gzip-layout", work / "bundle"))
+        return tree_in_child(umoci_unpacked(work / "gzip-layout", work / "bundle"))
     with containerd.unpacked(work / "layout", work / peer, peer) as root:
-        return tree_outside(root)
+        return tree_in_child(root)
 
 
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.needs("fuse")
-def test_an_image_of_the_zoo(name: str, containerd: Containerd, tmp_path: Path) -> None:
+def test_an_image_of_the_zoo(name: str, containerd: UnpackingContainerd, tmp_path: Path) -> None:
     settings = settings_at(tmp_path / "node")
     layers = ZOO[name](tmp_path)
     layout = write_zoo_layout(tmp_path / "layout", layers)
@@ -163,7 +163,7 @@ def test_an_image_of_the_zoo(name: str, containerd: Containerd, tmp_path: Path) 
     write_zoo_layout(tmp_path / "gzip-layout", layers, gzip_only=True)
     index(settings, layout, "zoo")
     with mounted(settings, "zoo", tmp_path / "mount") as image:
-        ours = tree_outside(image.directory)
+        ours = tree_in_child(image.directory)
     check_links(ours)
     peers = PEERS
     with open_store(settings.store_url) as store:
@@ -218,7 +218,7 @@ print(os.fstat(fd).st_size)
 for offset in map(int, sys.argv[2:]):
     print(os.pread(fd, 12, offset))
 """
-        found = outside(
+        found = run_program(
             program, image.directory / "big", *(offset for offset, _ in segments), 2**32
         )
     expected = [b"first".ljust(12, b"\0"), b"beyond 8 GiB", b"last", bytes(12)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from testbed.images.building import NASTY, Member, run_tool, write_layout
-from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted, settings_at
+from testbed.mounts.image_mounts import checksums_in_child, drop_cache, mounted, settings_at
 from testbed.node import Node
 from testbed.servers.faulty_relay import Fault, FaultyRelay
 from testbed.servers.registry import Registry, htpasswd_auth, running_registry
@@ -102,13 +102,13 @@ def test_a_start_is_recorded_and_replayed_beside_the_image(
     monkeypatch.delenv("REGISTRY_AUTH_FILE", raising=False)
     settings = settings_at(tmp_path, store_url=indexed["store"])
     with mounted(settings, where, tmp_path / "mnt") as image:
-        checksums_outside([image.directory / "hot"])
+        checksums_in_child([image.directory / "hot"])
         image.ready()
         wait_for(lambda: image.status()["record"] == "published")
     drop_cache(settings)
     with mounted(settings, where, tmp_path / "mnt") as image:
         wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)
-        assert checksums_outside([image.directory / "hot"]) == [
+        assert checksums_in_child([image.directory / "hot"]) == [
             hashlib.sha256(files[1].data).hexdigest()
         ]
         status = image.status()

@@ -20,7 +20,7 @@ from bootseer.prefetch.index.records import LAYER_FORM
 from bootseer.store import Store, open_store
 from testbed.images.building import (
     NASTY,
-    Layout,
+    LayoutBuilder,
     Member,
     digest,
     run_tool,
@@ -138,7 +138,7 @@ def test_the_same_tree_as_umoci(
 
 def test_layers_are_packed_once(store: Store, tmp_path: Path) -> None:
     base = tar_of([Member("base", data=os.urandom(100_000))])
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     layout.add_image([base, tar_of([Member("a", data=b"a")])], tag="a", compression="gzip")
     layout.add_image([base, tar_of([Member("b", data=b"b")])], tag="b", compression="zstd")
     seen: list[tuple[str, bool]] = []

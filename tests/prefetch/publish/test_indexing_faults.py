@@ -19,7 +19,7 @@ from bootseer.prefetch.publish import layer_packing
 from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
 from bootseer.store import Store, open_store
-from testbed.images.building import Layout, Member, digest, tar_of, write_layout
+from testbed.images.building import LayoutBuilder, Member, digest, tar_of, write_layout
 from testbed.needs import MissingError
 from tests.support.images.indexed import contents, index, keys
 
@@ -27,7 +27,7 @@ from tests.support.images.indexed import contents, index, keys
 @pytest.mark.parametrize("which", ["stored digest", "diff id", "cut off"])
 def test_a_damaged_layer_publishes_nothing(which: str, store: Store, tmp_path: Path) -> None:
     data = tar_of([Member("x", data=os.urandom(300_000))])
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     wrong = [digest(b"other")] if which == "diff id" else None
     descriptor = layout.add_image([data], compression="gzip", diff_ids=wrong)
     assert descriptor
@@ -188,7 +188,7 @@ def test_a_node_that_waits_long_for_another_packs_the_layer_itself(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = tar_of([Member("x", data=b"word")])
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     assert layout.add_image([data])
     hex_digits = digest(data).partition(":")[2]
     lease = store.lease(f"leases/layers/{hex_digits}", ttl_s=600, owner="a node that hangs")

@@ -7,7 +7,7 @@ import pytest
 
 from bootseer.prefetch.publish.publishing import wait_published
 from testbed.images.building import Member, write_layout
-from testbed.mounts.image_mounts import mounted, outside, settings_at
+from testbed.mounts.image_mounts import mounted, run_program, settings_at
 
 # The publisher begins as a copy of this program.
 NICENESS_OF_A_JOB = """
@@ -28,7 +28,7 @@ print((settings.run_dir / "niceness").read_text())
 
 def test_it_gives_way_to_the_job_beside_it(tmp_path: Path) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert int(outside(NICENESS_OF_A_JOB, tmp_path)) == min(19, own + 15)
+    assert int(run_program(NICENESS_OF_A_JOB, tmp_path)) == min(19, own + 15)
 
 
 @pytest.mark.needs("fuse")
@@ -38,7 +38,7 @@ def test_a_pulled_image_is_published_when_its_start_is_over(tmp_path: Path) -> N
     with mounted(settings, f"oci:{layout.directory}:v1", tmp_path / "mnt") as image:
         assert image.status()["record"] == "recording"
         assert not wait_published(settings, 0)
-        outside("import sys; open(sys.argv[1]).read()", image.directory / "a")
+        run_program("import sys; open(sys.argv[1]).read()", image.directory / "a")
         assert not (tmp_path / "store/layers").exists()
         image.ready()
         assert wait_published(settings, 30)

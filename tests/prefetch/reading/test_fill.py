@@ -22,7 +22,7 @@ from bootseer.prefetch.serve.plan import begin_serving
 from bootseer.store import Store, open_store
 from bootseer.transfer.policy import Policy
 from testbed.mounts.image_mounts import (
-    checksums_outside,
+    checksums_in_child,
     drop_cache,
     index,
     mounted,
@@ -283,7 +283,7 @@ def test_a_complete_image_starts_without_the_store(
     )
     record = index(settings, source, "image:1")
     drop_cache(settings)
-    expected = checksums_outside([source / "one", source / "two"])
+    expected = checksums_in_child([source / "one", source / "two"])
     try:
         with mounted(settings, "image:1", tmp_path / "mnt", record="never") as image:
             assert image.status()["fill"]["state"] == "waiting"
@@ -295,7 +295,7 @@ def test_a_complete_image_starts_without_the_store(
         (tmp_path / "store").rename(tmp_path / "elsewhere")
         settings = replace(settings, record="never")
         begin_serving(settings, "image:1", record.index_digest, tmp_path / "mnt").wait()
-        found = checksums_outside([tmp_path / "mnt" / "one", tmp_path / "mnt" / "two"])
+        found = checksums_in_child([tmp_path / "mnt" / "one", tmp_path / "mnt" / "two"])
         assert found == expected
         unmount_image(settings, tmp_path / "mnt")
         texts = [path.read_text() for path in (tmp_path / "metrics").glob("*.prom")]

@@ -17,7 +17,7 @@ from bootseer.prefetch.sources import open_source
 from bootseer.settings.config import Settings
 from bootseer.store import open_store
 from testbed.images.building import Member, write_layout
-from testbed.mounts.image_mounts import checksums_outside, mounted, settings_at
+from testbed.mounts.image_mounts import checksums_in_child, mounted, settings_at
 from testbed.servers.faulty_relay import Fault, FaultyRelay
 from testbed.servers.registry import Registry
 
@@ -67,7 +67,7 @@ def _index(settings: Settings, where: str) -> ImageRecord:
 
 def _read(settings: Settings, where: str, directory: Path) -> list[str]:
     with mounted(settings, where, directory, record="never") as image:
-        return checksums_outside([image.directory / name for name in CONTENTS])
+        return checksums_in_child([image.directory / name for name in CONTENTS])
 
 
 def _sums() -> list[str]:
@@ -188,7 +188,7 @@ def test_a_start_is_recorded_and_replayed(
     where = f"{registry.host}/{_push(registry, tmp_path)}"
     _index(settings, where)
     with mounted(settings, where, tmp_path / "mnt") as image:
-        assert checksums_outside([image.directory / "b"]) == _sums()[1:2]
+        assert checksums_in_child([image.directory / "b"]) == _sums()[1:2]
         image.ready()
         assert wait_published(settings, 60)
     assert list((tmp_path / "store/bundles").iterdir())

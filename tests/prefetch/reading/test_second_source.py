@@ -12,7 +12,7 @@ from bootseer.prefetch.reading.registry import second_source
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
 from testbed.images.building import Member, write_layout
-from testbed.mounts.image_mounts import checksums_outside, mounted, settings_at
+from testbed.mounts.image_mounts import checksums_in_child, mounted, settings_at
 from testbed.mounts.sweeping import sweep
 from testbed.servers.registry import Registry
 
@@ -56,7 +56,7 @@ def test_a_lost_layer_comes_from_the_registry(
             tag.rename(tag.with_name("v2"))
     try:
         with mounted(settings, where, tmp_path / "mnt", record="never") as image:
-            found = checksums_outside([image.directory / name for name in contents])
+            found = checksums_in_child([image.directory / name for name in contents])
             status = image.status()
     finally:
         sweep(settings.run_dir.parent, settings)

@@ -11,7 +11,7 @@ from bootseer.prefetch.publish.publishing import publishing_dir, wait_published
 from bootseer.served.folders import take_lock
 from bootseer.store import open_store
 from testbed.mounts.image_mounts import (
-    checksums_outside,
+    checksums_in_child,
     index,
     mounted,
     settings_at,
@@ -35,7 +35,7 @@ def test_a_bundle_that_is_mostly_wasted_shrinks(tmp_path: Path) -> None:
     def start(count: int, *, ready: bool) -> tuple[int, int]:
         """Reads some files; (traces in the bundle, its bytes) afterwards."""
         with mounted(settings, "image:1", tmp_path / "mnt") as image:
-            checksums_outside([image.directory / str(number) for number in range(count)])
+            checksums_in_child([image.directory / str(number) for number in range(count)])
             if ready:
                 image.ready()
         assert wait_published(settings, 30)

@@ -9,7 +9,7 @@ import pytest
 
 from bootseer.errors import UnavailableError
 from bootseer.prefetch.images.mount import MountedImage
-from testbed.mounts.image_mounts import index, mounted, settings_at, start_outside
+from testbed.mounts.image_mounts import index, mounted, settings_at, start_program
 from testbed.needs import MissingError
 
 _MIB = 1 << 20
@@ -73,7 +73,7 @@ def test_half_a_gib_survives_kill_9_of_the_worker(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "tree")
     try:
         with mounted(settings, "large:1", tmp_path / "mnt", record="never") as image:
-            reader = start_outside(READ, image.directory)
+            reader = start_program(READ, image.directory)
             assert reader.stdout is not None
             killed: set[int] = set()
             for number in range(_FILE_COUNT):

@@ -57,7 +57,7 @@ def pull(node: ContainerdNode) -> None:
     parent = ""
     for number, chain_id in enumerate(CHAINS):
         labels = {REF_LABEL: chain_id}
-        code = node.refused("Prepare", key=f"extract-{number}", parent=parent, labels=labels)
+        code = node.refusal_code("Prepare", key=f"extract-{number}", parent=parent, labels=labels)
         assert code is grpc.StatusCode.ALREADY_EXISTS
         parent = chain_id
 

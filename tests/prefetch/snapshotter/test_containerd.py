@@ -24,8 +24,8 @@ from bootseer.served.folders import live_mounts
 from bootseer.store import open_store
 from testbed.containers.containerd_images import add_image, layers, shell_layer
 from testbed.containers.containerd_node import ContainerdNode
-from testbed.images.building import NASTY, Layout, Member, digest, tar_of
-from testbed.mounts.image_mounts import TIMEOUT_S, index, tree_outside
+from testbed.images.building import NASTY, LayoutBuilder, Member, digest, tar_of
+from testbed.mounts.image_mounts import TIMEOUT_S, index, tree_in_child
 from testbed.needs import MissingError
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.registry import Registry, free_port, running_registry
@@ -44,7 +44,7 @@ class NodeAndRegistry:
 
     def push(self, name: str, contents: Sequence[Sequence[Member]]) -> str:
         """Put an image into the registry; what containerd calls it."""
-        layout = Layout(self.folder / name)
+        layout = LayoutBuilder(self.folder / name)
         add_image(layout, contents, "latest")
         self.registry.push_layout(layout.directory, "latest", f"team/{name}:1")
         return f"{self.relay.host}/team/{name}:1"
@@ -159,7 +159,7 @@ def view(
         return {
             path: (mode, owner, size, mtime if content else 0, device, target, xattrs, content)
             for path, (mode, owner, _, size, mtime, device, target, xattrs, content, _) in (
-                tree_outside(directory).items()
+                tree_in_child(directory).items()
             )
         }
     finally:
@@ -194,7 +194,7 @@ def test_containers_of_one_image_write_apart(site: NodeAndRegistry) -> None:
     finally:
         for name in names:
             node.remove(name)
-    node.wait_no_trees()
+    node.wait_for_unmounts()
 
 
 def test_only_containers_see_what_is_served(site: NodeAndRegistry) -> None:
@@ -214,7 +214,7 @@ def test_only_containers_see_what_is_served(site: NodeAndRegistry) -> None:
             assert ("100000" in out) is (name == "map")
         node.start(reference, "closed", "sh", "-c", "echo secret > /written; sleep 1000")
         try:
-            wait_for(lambda: node.executes("closed", "ls", "/written"))
+            wait_for(lambda: node.command_succeeds("closed", "ls", "/written"))
             read = ("cat", "/opt/top", "/opt/closed")
             out = node.execute("closed", *read, user="65534:65534")
             assert out == "top of closed\nclosed\n"
@@ -260,7 +260,7 @@ def test_only_layers_that_are_not_indexed_are_pulled(site: NodeAndRegistry) -> N
     out = node.run(reference, "partial", "sh", "-c", "cat /opt/late; ls /opt")
     assert out == "late\ngone\nlate\n"
     node.remove_image(reference)
-    node.wait_no_trees()
+    node.wait_for_unmounts()
 
 
 def test_an_image_that_is_not_indexed_is_pulled_whole(site: NodeAndRegistry) -> None:
@@ -292,7 +292,7 @@ def test_containers_run_on_without_the_snapshotter(
         assert len(node.trees()) == 1
     finally:
         node.remove(name)
-    node.wait_no_trees()
+    node.wait_for_unmounts()
 
 
 def test_an_images_containers_start_again_after_its_server_died(site: NodeAndRegistry) -> None:
@@ -365,9 +365,9 @@ def test_containerds_own_pull_is_lazy_from_version_2(site: NodeAndRegistry) -> N
 
 def test_hostile_references_of_a_client_are_refused(site: NodeAndRegistry) -> None:
     node = site.node
-    refused = node.ctr(
+    refusal_code = node.ctr(
         *("snapshots", "--snapshotter", "bootseer", "prepare", "hostile", "../../etc"), check=False
     )
-    assert refused.returncode != 0
+    assert refusal_code.returncode != 0
     with pytest.raises(grpc.RpcError):
         node.call("Prepare", key="x", parent="../../etc")

@@ -9,7 +9,7 @@ from bootseer.store import open_store
 from bootseer.timeline.otlp import Stage
 from testbed.containers.containerd_images import layers, shell_layer
 from testbed.containers.containerd_node import ContainerdNode
-from testbed.images.building import Layout, Member, tar_of
+from testbed.images.building import LayoutBuilder, Member, tar_of
 from testbed.mounts.image_mounts import index
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.registry import running_registry
@@ -32,7 +32,7 @@ def _node_with_images(folder: Path) -> Iterator[tuple[ContainerdNode, FaultyRela
         ContainerdNode(pause_image=f"{relay.host}/pause:1") as node,
     ):
         for name, (contents, run) in _IMAGES.items():
-            layout = Layout(folder / name)
+            layout = LayoutBuilder(folder / name)
             layout.add_image([tar_of(members) for members in contents], run=run)
             registry.push_layout(layout.directory, "latest", f"{name}:1")
             index(node.settings, layout.directory, name)
@@ -53,7 +53,7 @@ def test_pods_start_and_end(tmp_path: Path) -> None:
             assert second.execute("/usr/bin/cat", "/opt/top") == "top of trainer\n"
             assert second.execute("/usr/bin/ls", "/opt") == "base\ntop\ntrainer\n"
         assert relay.count(r"GET /v2/.*/blobs/") == asked
-        node.wait_no_trees()
+        node.wait_for_unmounts()
 
 
 def test_the_mount_of_an_image_is_a_stage_of_the_pods_over_it(tmp_path: Path) -> None:

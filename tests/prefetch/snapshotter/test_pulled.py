@@ -21,7 +21,7 @@ from bootseer.served.folders import take_lock
 from bootseer.store import open_store
 from testbed.containers.containerd_images import add_image, layers
 from testbed.containers.containerd_node import ContainerdNode
-from testbed.images.building import Layout, digest, tar_of
+from testbed.images.building import LayoutBuilder, digest, tar_of
 from testbed.mounts.image_mounts import TIMEOUT_S, index, settings_at
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.registry import running_registry
@@ -36,9 +36,9 @@ def images(node: ContainerdNode) -> list[ImageRecord]:
 
 
 @pytest.fixture
-def content(tmp_path: Path) -> Layout:
+def content(tmp_path: Path) -> LayoutBuilder:
     """A folder as containerd's content store: images' blobs, and no index."""
-    layout = Layout(tmp_path / "content")
+    layout = LayoutBuilder(tmp_path / "content")
     add_image(layout, layers("other"), "other")
     add_image(layout, layers("train"), "train")
     (layout.directory / "index.json").unlink()
@@ -51,7 +51,7 @@ def top_chain(name: str) -> str:
 
 
 def test_the_next_node_need_not_pull_it(tmp_path: Path) -> None:
-    layout = Layout(tmp_path / "image")
+    layout = LayoutBuilder(tmp_path / "image")
     add_image(layout, layers("train"), "latest")
     with (
         running_registry(tmp_path / "registry") as registry,
@@ -77,7 +77,7 @@ def test_the_next_node_need_not_pull_it(tmp_path: Path) -> None:
         assert len(images(node)) == 1
 
 
-def test_it_is_as_if_it_were_indexed_by_name(content: Layout, tmp_path: Path) -> None:
+def test_it_is_as_if_it_were_indexed_by_name(content: LayoutBuilder, tmp_path: Path) -> None:
     settings = settings_at(tmp_path / "node")
     chain = top_chain("train")
     assert start_chain_publisher(settings, content.directory, chain)
@@ -89,13 +89,13 @@ def test_it_is_as_if_it_were_indexed_by_name(content: Layout, tmp_path: Path) ->
         assert known.index_digest == record.index_digest
         load_tree(store, record, settings.cache_dir)
     other = settings_at(tmp_path / "other")
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     add_image(layout, layers("train"), "latest")
     named = index(other, layout.directory, "train:1")
     assert (named.index_digest, named.identity) == (record.index_digest, record.identity)
 
 
-def test_one_image_after_the_other(content: Layout, tmp_path: Path) -> None:
+def test_one_image_after_the_other(content: LayoutBuilder, tmp_path: Path) -> None:
     settings = settings_at(tmp_path / "node")
     lock = take_lock(private_directory(publishing_dir(settings) / "chain-other"))
     assert not start_chain_publisher(settings, content.directory, top_chain("train"))
@@ -104,7 +104,7 @@ def test_one_image_after_the_other(content: Layout, tmp_path: Path) -> None:
     assert wait_published(settings, TIMEOUT_S)
 
 
-def test_what_containerd_lacks_is_not_indexed(content: Layout, tmp_path: Path) -> None:
+def test_what_containerd_lacks_is_not_indexed(content: LayoutBuilder, tmp_path: Path) -> None:
     settings = settings_at(tmp_path / "node")
     manifest = json.loads(path_of(content, content.manifests[1]["digest"]).read_text())
     path_of(content, manifest["layers"][1]["digest"]).unlink()
@@ -118,7 +118,7 @@ def test_what_containerd_lacks_is_not_indexed(content: Layout, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("damage", ["other", "{", "no manifest", "fifo"])
-def test_damaged_documents_are_passed_over(content: Layout, damage: str) -> None:
+def test_damaged_documents_are_passed_over(content: LayoutBuilder, damage: str) -> None:
     blob = path_of(content, content.manifests[1]["digest"])
     text = {"other": path_of(content, content.manifests[0]["digest"]).read_text(), "{": "{"}
     blob.unlink()
@@ -132,5 +132,5 @@ def test_damaged_documents_are_passed_over(content: Layout, damage: str) -> None
         assert len(source.layers) == len(layers("other"))
 
 
-def path_of(layout: Layout, digest_: str) -> Path:
+def path_of(layout: LayoutBuilder, digest_: str) -> Path:
     return layout.directory / "blobs" / digest_.replace(":", "/")

@@ -13,7 +13,7 @@ import pytest
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL
 from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED, MESSAGES
 from testbed.containers.containerd_node import ContainerdNode
-from testbed.mounts.image_mounts import bootseer, outside
+from testbed.mounts.image_mounts import bootseer, run_program
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
 from tests.prefetch.snapshotter.conftest import directories
@@ -44,13 +44,13 @@ def test_ordinary_snapshots_live_as_containerd_wants_them(node: ContainerdNode) 
     assert node.call("Mounts", key="b").mounts[0] == above
     (view,) = node.call("View", key="v", parent="layer").mounts
     assert (view.type, view.source, list(view.options)) == ("bind", mount.source, ["ro", "rbind"])
-    assert node.refused("Commit", name="x", key="v") is grpc.StatusCode.FAILED_PRECONDITION
-    assert node.refused("Remove", key="layer") is grpc.StatusCode.FAILED_PRECONDITION
-    assert node.refused("Mounts", key="layer") is grpc.StatusCode.FAILED_PRECONDITION
-    assert node.refused("Prepare", key="b") is grpc.StatusCode.ALREADY_EXISTS
-    assert node.refused("Prepare", key="c", parent="none") is grpc.StatusCode.NOT_FOUND
-    assert node.refused("Prepare", key="c", parent="b") is grpc.StatusCode.INVALID_ARGUMENT
-    assert node.refused("Stat", key="none") is grpc.StatusCode.NOT_FOUND
+    assert node.refusal_code("Commit", name="x", key="v") is grpc.StatusCode.FAILED_PRECONDITION
+    assert node.refusal_code("Remove", key="layer") is grpc.StatusCode.FAILED_PRECONDITION
+    assert node.refusal_code("Mounts", key="layer") is grpc.StatusCode.FAILED_PRECONDITION
+    assert node.refusal_code("Prepare", key="b") is grpc.StatusCode.ALREADY_EXISTS
+    assert node.refusal_code("Prepare", key="c", parent="none") is grpc.StatusCode.NOT_FOUND
+    assert node.refusal_code("Prepare", key="c", parent="b") is grpc.StatusCode.INVALID_ARGUMENT
+    assert node.refusal_code("Stat", key="none") is grpc.StatusCode.NOT_FOUND
     assert {i.name for i in node.call("List", filters=["kind==committed"])} == {"layer"}
     updated = node.call(
         "Update", info={"name": "b", "labels": {"z": "3"}}, update_mask={"paths": ["labels.z"]}
@@ -64,7 +64,7 @@ def test_ordinary_snapshots_live_as_containerd_wants_them(node: ContainerdNode) 
 
 @pytest.mark.parametrize("label", ["../../../etc", "/etc/passwd", "sha256:../../x", "", "a\nb"])
 def test_a_label_that_is_no_digest_is_refused(node: ContainerdNode, label: str) -> None:
-    code = node.refused("Prepare", key="extract", labels={REF_LABEL: label})
+    code = node.refusal_code("Prepare", key="extract", labels={REF_LABEL: label})
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert node.call("List") == []
 
@@ -72,8 +72,8 @@ def test_a_label_that_is_no_digest_is_refused(node: ContainerdNode, label: str) 
 def test_keys_are_never_paths(node: ContainerdNode) -> None:
     (mount,) = node.call("Prepare", key="../../../escape").mounts
     assert Path(mount.source).is_relative_to(node.root / "snapshots")
-    assert node.refused("Prepare", key="") is grpc.StatusCode.INVALID_ARGUMENT
-    assert node.refused("Prepare", key="a\0b") is grpc.StatusCode.INVALID_ARGUMENT
+    assert node.refusal_code("Prepare", key="") is grpc.StatusCode.INVALID_ARGUMENT
+    assert node.refusal_code("Prepare", key="a\0b") is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.needs("root")
@@ -88,7 +88,7 @@ def test_a_full_disk_leaves_nothing_half_made(tmp_path: Path) -> None:
             with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(4096))
-            codes = {node.refused("Prepare", key=f"full-{number}") for number in range(3)}
+            codes = {node.refusal_code("Prepare", key=f"full-{number}") for number in range(3)}
             assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
             assert {info.name for info in node.call("List")} == {"before"}
             filler.unlink()
@@ -102,7 +102,7 @@ def test_a_full_disk_leaves_nothing_half_made(tmp_path: Path) -> None:
 def test_deep_directories_are_counted_and_removed(node: ContainerdNode) -> None:
     """Deeper than Python recurses, and than a path can say."""
     (mount,) = node.call("Prepare", key="a").mounts
-    outside(
+    run_program(
         """
 import os, sys
 os.chdir(sys.argv[1])
@@ -154,7 +154,7 @@ def test_systemd_hears_that_it_is_ready(tmp_path: Path) -> None:
             process.wait()
 
 
-def refused(code: str, root: Path) -> str:
+def refusal_code(code: str, root: Path) -> str:
     """What a program says that ends without having made the snapshotter's folder."""
     done = subprocess.run(
         [sys.executable, "-c", code, root],
@@ -179,7 +179,7 @@ os.setuid(65534)
 main(["snapshotter", "--root", sys.argv[1]])
 """
     tmp_path.chmod(0o777)
-    assert "needs root" in refused(code, tmp_path / "root")
+    assert "needs root" in refusal_code(code, tmp_path / "root")
 
 
 @pytest.mark.usefixtures("fresh_interpreters")
@@ -190,7 +190,7 @@ sys.modules["grpc"] = None
 from bootseer.cli.main import main
 main(["snapshotter", "--root", sys.argv[1]])
 """
-    assert "bootseer[containerd]" in refused(code, tmp_path / "root")
+    assert "bootseer[containerd]" in refusal_code(code, tmp_path / "root")
 
 
 def test_a_probe_is_told_whether_it_answers(node: ContainerdNode) -> None:

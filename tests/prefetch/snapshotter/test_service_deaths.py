@@ -14,7 +14,7 @@ from bootseer.fuse.kernel.unmount import detach
 from bootseer.served.folders import live_mounts
 from testbed.containers.containerd_node import ContainerdNode
 from testbed.images.building import digest
-from testbed.mounts.image_mounts import checksums_outside
+from testbed.mounts.image_mounts import checksums_in_child
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, directories, lower_of, pull
@@ -29,7 +29,7 @@ def test_a_server_that_died_is_replaced_when_mounts_are_asked_for(
     node.kill_image_servers()
     second = lower_of(node.call("Mounts", key="c1"))
     assert second != first
-    assert checksums_outside([second / "top"]) == [digest(b"t")[7:]]
+    assert checksums_in_child([second / "top"]) == [digest(b"t")[7:]]
     wait_for(lambda: node.trees() == [second])
 
 
@@ -79,7 +79,7 @@ def test_mounts_outlive_the_snapshotter(
     pull(node)
     lower = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
     node.stop(node.snapshotter, sign)
-    assert checksums_outside([lower / "top"]) == [digest(b"t")[7:]]
+    assert checksums_in_child([lower / "top"]) == [digest(b"t")[7:]]
     node.snapshotter = node.start_snapshotter()
     assert lower_of(node.call("Mounts", key="c1")) == lower
     assert lower_of(node.call("Prepare", key="c2", parent=CHAINS[-1])) == lower
@@ -107,7 +107,7 @@ def test_a_start_mends_what_the_machines_end_left(
     node.snapshotter = node.start_snapshotter()
     # Without being asked: containers that are started again find it there.
     wait_for(lambda: len(node.trees()) == 1)
-    assert checksums_outside([node.trees()[0] / "top"]) == [digest(b"t")[7:]]
+    assert checksums_in_child([node.trees()[0] / "top"]) == [digest(b"t")[7:]]
     wait_for(lambda: directories(node) == before)
     wait_for(
         lambda: [path.name for path in (node.root / "trees").iterdir()] == [node.trees()[0].name]
@@ -126,4 +126,4 @@ def test_an_index_that_a_crash_tore_is_fetched_again(node: ContainerdNode, tmp_p
     kept.write_bytes(b"")
     node.snapshotter = node.start_snapshotter()
     lower = lower_of(node.call("Mounts", key="c1"))
-    assert checksums_outside([lower / "top"]) == [digest(b"t")[7:]]
+    assert checksums_in_child([lower / "top"]) == [digest(b"t")[7:]]

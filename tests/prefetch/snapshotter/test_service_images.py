@@ -17,7 +17,7 @@ from bootseer.served.status import known_servers
 from bootseer.store import open_store
 from testbed.containers.containerd_node import ContainerdNode
 from testbed.images.building import Member, digest, tar_of, write_layout
-from testbed.mounts.image_mounts import TIMEOUT_S, checksums_outside, index
+from testbed.mounts.image_mounts import TIMEOUT_S, checksums_in_child, index
 from testbed.waiting import wait_for
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, directories, lower_of, pull
 
@@ -28,7 +28,7 @@ def test_an_indexed_image_is_there_without_being_unpacked(
     record = add_image(node, tmp_path)
     pull(node)
     lower = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
-    assert checksums_outside([lower / "top", lower / "etc/base", lower / "etc/gone"]) == [
+    assert checksums_in_child([lower / "top", lower / "etc/base", lower / "etc/gone"]) == [
         digest(b"t")[7:],
         digest(b"base")[7:],
         "ENOENT",
@@ -105,7 +105,7 @@ def test_layers_that_are_not_indexed_lie_on_those_that_are(
     lowers = next(o for o in mount.options if o.startswith("lowerdir=")).partition("=")[2]
     first, second = map(Path, lowers.split(":"))
     assert first == Path(upper)
-    assert checksums_outside([second / "top"]) == [digest(b"t")[7:]]
+    assert checksums_in_child([second / "top"]) == [digest(b"t")[7:]]
     # What holds the mount is the container, not the committed snapshot between.
     node.call("Remove", key="c1")
     wait_for(lambda: not node.trees())
@@ -156,7 +156,7 @@ def test_a_tree_that_nobody_has_merged_is_merged_and_published(
     record = add_image(fresh, tmp_path)
     pull(fresh)
     lower = lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[0]))
-    assert checksums_outside([lower / "etc/gone", lower / "top"]) == [digest(b"x")[7:], "ENOENT"]
+    assert checksums_in_child([lower / "etc/gone", lower / "top"]) == [digest(b"x")[7:], "ENOENT"]
     with open_store(fresh.settings.store_url) as store:
         chain = read_chain(store, CHAINS[0])
         assert chain is not None
@@ -186,9 +186,9 @@ def test_a_tree_that_cannot_be_mounted_is_unavailable(
     store.rename(tmp_path / "elsewhere")
     with contextlib.suppress(FileNotFoundError):
         (fresh.settings.cache_dir / "indexes").rename(tmp_path / "indexes")
-    code = fresh.refused("Prepare", key="c1", parent=CHAINS[-1])
+    code = fresh.refusal_code("Prepare", key="c1", parent=CHAINS[-1])
     assert code is grpc.StatusCode.UNAVAILABLE
-    assert fresh.refused("Stat", key="c1") is grpc.StatusCode.NOT_FOUND
+    assert fresh.refusal_code("Stat", key="c1") is grpc.StatusCode.NOT_FOUND
     # And when the store is back, it works.
     (tmp_path / "elsewhere").rename(store)
     lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[-1]))
@@ -206,7 +206,7 @@ def test_a_damaged_image_is_not_noted_as_an_environment(
         blob = store / blob_key(layer.blob_digest)
         blob.chmod(0o600)
         blob.write_bytes(bytes(blob.stat().st_size))
-    assert checksums_outside([lower / "etc/base"]) == ["EIO"]
+    assert checksums_in_child([lower / "etc/base"]) == ["EIO"]
     (found,) = [one for one in known_servers(fresh.settings.run_dir) if one.is_running]
     assert found.kind == "containerd image"
     assert not (fresh.settings.cache_dir / "damaged").exists()
@@ -242,7 +242,7 @@ def test_pulled_images_are_mounted_although_one_of_them_cannot_be(tmp_path: Path
         # The first one takes its time, so that the others are due together.
         for number, name in enumerate(("first", "lost", "last")):
             labels = {REF_LABEL: chains[name]}
-            node.refused("Prepare", key=f"extract-{number}", parent="", labels=labels)
+            node.refusal_code("Prepare", key=f"extract-{number}", parent="", labels=labels)
             if name == "lost":
                 with open_store(node.settings.store_url) as store:
                     for key in {info.path for info in store.list()} - before:
@@ -260,11 +260,11 @@ def test_a_pulled_image_whose_files_are_here_needs_no_store(
     pull(fresh)
     lower = lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[-1]))
     names = ("top", "etc/base")
-    expected = checksums_outside([lower / name for name in names])
+    expected = checksums_in_child([lower / name for name in names])
     fresh.call("Remove", key="c1")
     wait_for(lambda: not list(live_mounts(fresh.settings.run_dir)))
     assert wait_published(fresh.settings, TIMEOUT_S)
     Path(fresh.settings.store_url.removeprefix("file://")).rename(tmp_path / "elsewhere")
     lower = lower_of(fresh.call("Prepare", key="c2", parent=CHAINS[-1]))
-    found = checksums_outside([lower / name for name in names])
+    found = checksums_in_child([lower / name for name in names])
     assert found == expected, f"{lower in fresh.trees()}\n{fresh.log()}\n{fresh.image_logs()}"

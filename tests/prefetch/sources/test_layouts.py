@@ -30,7 +30,7 @@ from testbed.images.building import (
     INDEX_TYPE,
     MANIFEST_TYPE,
     NASTY,
-    Layout,
+    LayoutBuilder,
     Member,
     digest,
     run_tool,
@@ -71,7 +71,7 @@ def test_a_tag_that_is_a_whole_name(tmp_path: Path) -> None:
 
 
 def test_several_images_need_a_tag(layout: Path, tmp_path: Path) -> None:
-    more = Layout(tmp_path / "more")
+    more = LayoutBuilder(tmp_path / "more")
     for tag in ("one", "two"):
         more.add_image([tar_of([Member(tag)])], tag=tag)
     with pytest.raises(InvalidInputError, match="one, two"):
@@ -84,7 +84,7 @@ def test_several_images_need_a_tag(layout: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nested", [True, False])
 def test_the_running_platform_is_picked(nested: bool, tmp_path: Path) -> None:
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     here = [tar_of([Member("here")])]
     other = [tar_of([Member("other")])]
     manifests = [
@@ -100,7 +100,7 @@ def test_the_running_platform_is_picked(nested: bool, tmp_path: Path) -> None:
 
 
 def test_no_image_for_this_platform(tmp_path: Path) -> None:
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     for architecture in ("s390x", "riscv64"):
         layout.add_image([tar_of([])], architecture=architecture)
     with pytest.raises(NotFoundError, match="linux/riscv64, linux/s390x"):
@@ -113,7 +113,7 @@ def replaced(layout: Path, change: Callable[[dict[str, Any]], None]) -> None:
     entry = index["manifests"][0]
     manifest = json.loads((layout / "blobs" / entry["digest"].replace(":", "/")).read_text())
     change(manifest)
-    written = Layout(layout)
+    written = LayoutBuilder(layout)
     descriptor = written.add_document(manifest, MANIFEST_TYPE)
     written.manifests.append({**entry, **descriptor})
     written.write_index()
@@ -188,7 +188,7 @@ def test_an_index_that_is_none(data: bytes, layout: Path, tmp_path: Path) -> Non
 
 
 def test_an_index_that_points_to_itself_ends(tmp_path: Path) -> None:
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     entry = layout.add_document({"schemaVersion": 2, "manifests": []}, INDEX_TYPE)
     for _ in range(10):
         entry = layout.add_document({"schemaVersion": 2, "manifests": [entry]}, INDEX_TYPE)
@@ -199,7 +199,7 @@ def test_an_index_that_points_to_itself_ends(tmp_path: Path) -> None:
 
 
 def test_an_artifact_is_no_image(tmp_path: Path) -> None:
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     manifest = {
         "schemaVersion": 2,
         "config": layout.add_blob(b"{}", "application/vnd.oci.empty.v1+json"),
@@ -212,7 +212,7 @@ def test_an_artifact_is_no_image(tmp_path: Path) -> None:
 
 
 def test_an_empty_layout(tmp_path: Path) -> None:
-    Layout(tmp_path / "layout")
+    LayoutBuilder(tmp_path / "layout")
     with pytest.raises(InvalidInputError, match="no image"):
         opened(tmp_path / "layout", tmp_path)
     (tmp_path / "layout/index.json").unlink()
@@ -473,7 +473,7 @@ def test_a_layer_as_umoci_inserts_it_ends_with_its_last_byte(tmp_path: Path) -> 
 
 def test_a_refused_layer_is_named(tmp_path: Path) -> None:
     good, bad = tar_of([Member("a")]), tar_of([Member("../\u00e9")])
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     layout.add_image([good, bad])
     layers = opened(layout.directory, tmp_path).layers
     uses: tuple[Callable[[], object], ...] = (

@@ -25,7 +25,7 @@ from bootseer.registry.reference import parse_reference
 from testbed.images.building import (
     INDEX_TYPE,
     NASTY,
-    Layout,
+    LayoutBuilder,
     Member,
     run_tool,
     tar_of,
@@ -91,7 +91,7 @@ def test_an_image_in_dockers_format(registry: Registry, tmp_path: Path) -> None:
 
 def pushed_index(registry: Registry, tmp_path: Path, *platforms: dict[str, str]) -> tuple[str, Any]:
     """An index with one image per platform, whose only file says which."""
-    layout = Layout(tmp_path / "platforms")
+    layout = LayoutBuilder(tmp_path / "platforms")
     entries = []
     for platform in platforms:
         tar = tar_of([Member("which", data=json.dumps(platform).encode())])

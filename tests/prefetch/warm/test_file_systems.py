@@ -19,9 +19,8 @@ from bootseer.prefetch.warm.residency import has_fowner
 from testbed.mounts.fuse_mount import check_python, mounted, short_options
 from testbed.mounts.slow_fs import SlowFileSystem
 from testbed.needs import MissingError
-from testbed.others import folder_of_others
 from testbed.page_cache import cached_bytes
-from testbed.users import NOBODY, become
+from testbed.users import NOBODY, become, folder_for_all_users
 from tests.prefetch.warm.conftest import IMPORT, WarmingNode, evict, make_package
 
 _NOBODY = 65534
@@ -124,7 +123,7 @@ def test_an_overlay_is_warmed_through_its_lower_files(
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    with folder_of_others() as folder:
+    with folder_for_all_users() as folder:
         yield folder
 
 

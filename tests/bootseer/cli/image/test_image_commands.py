@@ -230,7 +230,7 @@ def test_an_interrupted_index_leaves_nothing(cli: Cli, tmp_path: Path) -> None:
         text=True,
     )
     try:
-        wait_for(lambda: list(cli.store.glob(".tmp/*")), "a temporary file", look_s=0.01)
+        wait_for(lambda: list(cli.store.glob(".tmp/*")), "a temporary file", interval_s=0.01)
         child.send_signal(signal.SIGINT)
         _, message = child.communicate(timeout=60)
     finally:

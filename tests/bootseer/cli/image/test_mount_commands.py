@@ -13,7 +13,7 @@ from bootseer.served.folders import live_mounts
 from bootseer.settings.config import Settings
 from testbed.mounts.image_mounts import (
     bootseer,
-    checksums_outside,
+    checksums_in_child,
     index,
     settings_at,
     start_bootseer,
@@ -42,7 +42,7 @@ def test_mount_status_trace_and_unmount(settings: Settings, tmp_path: Path) -> N
     again = bootseer(settings, "image", "mount", "image:1", directory)
     assert again.returncode == 19
     assert again.stderr.count("\n") == 1
-    checksums_outside([directory / "hot"])
+    checksums_in_child([directory / "hot"])
     (row,) = json.loads(bootseer(settings, "status", directory, "--json").stdout)["served"]
     one = row["figures"]
     assert (one["reference"], one["workload"]) == ("image:1", "train")
@@ -89,7 +89,7 @@ def test_a_warmed_image_needs_no_store(settings: Settings, tmp_path: Path) -> No
     assert bootseer(settings, "image", "mount", "image:1", directory).returncode == 0
     (tmp_path / "store/blobs").rename(tmp_path / "store/gone")
     for name in ("hot", "cold"):
-        assert not checksums_outside([directory / name])[0].startswith("E")
+        assert not checksums_in_child([directory / name])[0].startswith("E")
     assert bootseer(settings, "unmount", directory).returncode == 0
 
 

@@ -36,8 +36,7 @@ from testbed.mounts.fuse_mount import clear_mount
 from testbed.mounts.image_mounts import index, settings_at
 from testbed.mounts.sweeping import sweep
 from testbed.needs import MissingError, require
-from testbed.others import folder_of_others
-from testbed.users import become
+from testbed.users import become, folder_for_all_users
 from testbed.waiting import wait_for
 
 pytestmark = pytest.mark.needs("mount", "fuse")
@@ -45,7 +44,7 @@ pytestmark = pytest.mark.needs("mount", "fuse")
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    with folder_of_others() as folder:
+    with folder_for_all_users() as folder:
         yield folder
 
 

@@ -29,7 +29,7 @@ from bootseer.snapshots.archive import create_snapshot
 from testbed.mounts.image_mounts import TIMEOUT_S, settings_at
 from testbed.needs import require
 from testbed.paths import REPOSITORY
-from testbed.waiting import looks, wait_for
+from testbed.waiting import polling, wait_for
 
 CONTAINER = ["unshare", "--mount", "--propagation", "unchanged", "--"]
 _END_S = 10.0
@@ -199,7 +199,7 @@ class Kubelet(Closing):
 
     def _end_servers(self) -> None:
         deadline_s = time.monotonic() + _END_S
-        for _ in looks(inf, 0.05):
+        for _ in polling(inf, 0.05):
             servers = self.servers()
             if not servers:
                 return

@@ -16,7 +16,7 @@ from bootseer.fuse.kernel.unmount import detach
 from bootseer.linux.processes import stat_fields
 from bootseer.served.processes import SPAWNER
 from bootseer.store import open_store
-from testbed.cgroups import contained
+from testbed.cgroups import in_own_cgroup
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.waiting import wait_for
 from tests.bootseer.kubernetes.csi.conftest import CONTAINER, Kubelet, refused
@@ -80,7 +80,7 @@ def test_volumes_outlive_the_drivers_container(
     with Kubelet("--source", (tmp_path / "stored").as_uri()) as local:
         with running(local.settings.run_dir, tmp_path / "spawner.sock", "--grace", "5") as spawner:
             kept = local.publish("a", _kept(tmp_path))
-            with contained(local.driver.pid) as container:
+            with in_own_cgroup(local.driver.pid) as container:
                 local.publish("b", _kept(tmp_path))
                 (container / "cgroup.kill").write_text("1")
                 local.driver.wait(60)

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from testbed.images.building import Member, write_layout
-from testbed.mounts.image_mounts import checksums_outside, drop_cache, index
+from testbed.mounts.image_mounts import checksums_in_child, drop_cache, index
 from tests.bootseer.kubernetes.csi.conftest import Kubelet, refused
 
 pytestmark = pytest.mark.needs("mount", "fuse")
@@ -43,7 +43,7 @@ def wanted(local: Kubelet, tmp_path: Path) -> list[str]:
 
 
 def read(target: Path) -> list[str]:
-    return checksums_outside([target / f"part-{number}" for number in range(_COUNT)])
+    return checksums_in_child([target / f"part-{number}" for number in range(_COUNT)])
 
 
 @contextmanager

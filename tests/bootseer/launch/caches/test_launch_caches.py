@@ -11,8 +11,7 @@ import pytest
 from bootseer.launch.caches.records import records
 from bootseer.served.folders import attendants
 from testbed.node import Completed, Node, attribute, node_at
-from testbed.others import folder_of_others
-from testbed.users import unprivileged
+from testbed.users import folder_for_all_users, unprivileged
 from testbed.waiting import wait_for
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
 
@@ -304,7 +303,7 @@ def test_in_an_image_with_torch_the_path_is_the_same_everywhere(
 
 @pytest.mark.needs("fuse")
 def test_in_an_image_without_root(image_root: Path) -> None:
-    with folder_of_others() as base, node_at(base / "node", (base / "store").as_uri()) as node:
+    with folder_for_all_users() as base, node_at(base / "node", (base / "store").as_uri()) as node:
         prefix = unprivileged(node.base.parent)
         script = COMPILES.replace("TORCHINDUCTOR_CACHE_DIR", "X_CACHE_DIR")
         job = ("--image", image_root, "--keep", "/x", "--", "python3", "-c", script, "/x")

@@ -14,8 +14,8 @@ from bootseer.report.sources import StoredTimelines, list_starts
 from bootseer.store import open_store
 from testbed import waiting
 from testbed.containers.containerd_images import shell_layer
-from testbed.images.building import Layout, tar_of
-from testbed.node import Node, attribute, node_at, wait_for
+from testbed.images.building import LayoutBuilder, tar_of
+from testbed.node import Node, attribute, node_at, wait_for_file
 from testbed.paths import REPOSITORY
 from tests.bootseer.launch.conftest import Image
 
@@ -91,7 +91,7 @@ def test_a_start_in_an_image_is_in_the_store(node: Node, image: Image) -> None:
 
 def test_the_images_entrypoint_starts_the_command(node: Node, tmp_path: Path) -> None:
     """As `docker run` has it."""
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     entry = ["sh", "-c", 'echo entry "$@"; exec "$@"', "sh"]
     run = {"Entrypoint": entry, "Env": ["PATH=/usr/bin:/bin"]}
     layout.add_image([tar_of(shell_layer())], tag="1", run=run)
@@ -115,7 +115,7 @@ def test_the_images_entrypoint_starts_the_command(node: Node, tmp_path: Path) ->
 
 
 def test_without_a_command_it_is_the_images_own(node: Node, tmp_path: Path) -> None:
-    layout = Layout(tmp_path / "layout")
+    layout = LayoutBuilder(tmp_path / "layout")
     run = {"Cmd": ["sh", "-c", "echo of the image"], "Env": ["PATH=/usr/bin:/bin"]}
     layout.add_image([tar_of(shell_layer())], tag="1", run=run)
     done = node.run("run", "--image", f"oci:{layout.directory}:1")
@@ -357,7 +357,7 @@ import email.message, decimal
         "run",
         *("--image", known_image.source, "--bind", f"{out}:/out", "--", "python3", "-c", code),
     ) as process:
-        wait_for(out / "up")
+        wait_for_file(out / "up")
         servers = [pid for pid, line in node.processes().items() if "prefetch.serve" in line]
         os.kill(max(servers), signal.SIGKILL)
         (out / "go").touch()

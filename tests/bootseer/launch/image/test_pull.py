@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.images.building import Layout, Member, tar_of
+from testbed.images.building import LayoutBuilder, Member, tar_of
 from testbed.node import Node, attribute, node_at
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
 
@@ -54,7 +54,7 @@ def test_on_layers_that_the_store_has(node: Node, known_image: Image, tmp_path: 
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         archive.add(known_image.root, ".")
-    layout = Layout(tmp_path / "top" / "img")
+    layout = LayoutBuilder(tmp_path / "top" / "img")
     top = tar_of([Member("job/new", data=b"new" * 100_000), Member("etc/.wh.passwd")])
     run = {"WorkingDir": "/job", "Env": [f"PATH={IMAGE_PATH}"]}
     layout.add_image([buffer.getvalue(), top], tag="train", compression="zstd", run=run)

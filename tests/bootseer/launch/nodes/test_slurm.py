@@ -23,7 +23,7 @@ from bootseer.settings.config import Settings, load_config
 from testbed.mounts.fuse_mount import clear_mount
 from testbed.needs import require
 from testbed.paths import REPOSITORY
-from testbed.slurm.pages import block
+from testbed.slurm.pages import page_block
 from testbed.waiting import wait_for
 
 _root_only = pytest.mark.needs("root")
@@ -258,7 +258,7 @@ def test_a_configuration_that_is_no_shell_script_drains_no_node(tmp_path: Path) 
 def test_what_the_page_shows_are_scripts() -> None:
     for text in ("#SBATCH", "bootseer-image", "prolog.d"):
         language = "bash" if text == "#SBATCH" else "sh"
-        script = block("slurm.md", language, text)
+        script = page_block("slurm.md", language, text)
         assert subprocess.run(["sh", "-n", "-c", script]).returncode == 0
     assert subprocess.run(["sh", "-n", str(SCRIPT)]).returncode == 0
-    compile(block("slurm.md", "python", "torch.distributed"), "train.py", "exec")
+    compile(page_block("slurm.md", "python", "torch.distributed"), "train.py", "exec")

@@ -15,10 +15,10 @@ import pytest
 
 from bootseer.linux.processes import wait_readable
 from testbed.cgroups import memory_limit
-from testbed.images.building import Layout, Member, tar_of
+from testbed.images.building import LayoutBuilder, Member, tar_of
 from testbed.needs import require
-from testbed.node import Node, attribute, wait_for
-from testbed.waiting import wait_for as wait_until
+from testbed.node import Node, attribute, wait_for_file
+from testbed.waiting import wait_for_file as wait_until
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
 
 pytestmark = pytest.mark.needs("mount", "fuse")
@@ -171,7 +171,7 @@ def test_the_job_keeps_its_image_when_the_lingering_process_is_killed(job: _Job)
     line = ": > /ckpt/up; read x; cat /etc/passwd"
     command = (*job.options(), "--", "sh", "-c", line)
     with job.node.start("run", *command, stdin=subprocess.PIPE) as process:
-        wait_for(job.node.base.parent / "ckpt/up")
+        wait_for_file(job.node.base.parent / "ckpt/up")
         (lingering,) = job.served("attendant")
         os.kill(lingering["pid"], signal.SIGKILL)
         out, err = process.communicate("\n", timeout=60)
@@ -187,7 +187,7 @@ def test_two_jobs_of_one_image_at_once(job: _Job) -> None:
     variables = {"BOOTSEER_JOB": "other"}
     command = (*job.options(), "--", "sh", "-c")
     with job.node.start("run", *command, line, stdin=subprocess.PIPE) as process:
-        wait_for(job.node.base.parent / "ckpt/up")
+        wait_for_file(job.node.base.parent / "ckpt/up")
         done = job.node.run("run", *command, WRITE, variables=variables)
         assert (done.returncode, done.stdout) == (0, "mine\n"), done.stderr
         assert job.how == ("mounted", "mounted")
@@ -224,7 +224,7 @@ def test_what_lingers_gives_way_where_memory_is_limited(
     base = io.BytesIO()
     with tarfile.open(fileobj=base, mode="w", format=tarfile.PAX_FORMAT) as archive:
         archive.add(shell_image.root, ".")
-    layout = Layout(tmp_path / "large")
+    layout = LayoutBuilder(tmp_path / "large")
     files = [Member(f"large-{n}", data=bytes([n]) * _LARGE_BYTES) for n in range(2)]
     run = {"Env": [f"PATH={IMAGE_PATH}"]}
     layout.add_image([base.getvalue(), tar_of(files)], tag="train", run=run)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.images.building import Layout, Member, digest, tar_of
+from testbed.images.building import LayoutBuilder, Member, digest, tar_of
 from testbed.node import Node, attribute
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.registry import Registry
@@ -42,7 +42,7 @@ class _Tag:
             ]
         )
         self._layers.append(top)
-        layout = Layout(self._folder / version)
+        layout = LayoutBuilder(self._folder / version)
         layout.add_image(self._layers, tag="train", run={"Env": [f"PATH={IMAGE_PATH}"]})
         self._registry.push_layout(layout.directory, "train", f"{self._repository}:{tag}")
         self.source = f"registry://{self._relay.host}/{self._repository}:{tag}"

@@ -14,8 +14,8 @@ from bootseer.linux.private_files import private_directory
 from bootseer.linux.processes import wait_readable
 from bootseer.served.folders import ATTENDING, MountState, lock_new, starts_dir, write_state
 from testbed.needs import require
-from testbed.node import Node, attribute, wait_for
-from testbed.waiting import wait_for as wait_until
+from testbed.node import Node, attribute, wait_for_file
+from testbed.waiting import wait_for_file as wait_until
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -181,7 +181,7 @@ def test_the_job_keeps_its_mounts_when_the_lingering_process_is_killed(one: Node
     job = (*_setup("a"), *_checkpoint(one), "--linger", "10m", "--", "sh", "-c")
     line = "touch mnt/up; while [ ! -e go ]; do sleep 0.05; done; touch mnt/end; cat env/x"
     with one.start("run", *job, line) as process:
-        wait_for(one.base.parent / "ckpt/up")
+        wait_for_file(one.base.parent / "ckpt/up")
         (lingering,) = _served(one)["attendant"]
         assert lingering["until_s"] is None
         os.kill(lingering["pid"], signal.SIGKILL)

@@ -17,15 +17,15 @@ from bootseer.profile.publish.outgoing import Line, outgoing
 from bootseer.timeline import Timeline
 from bootseer.timeline.otlp import Value
 from testbed.node import node_at
-from testbed.servers.otlp_collector import MESSAGES, Collector, by_schema, running_collector
-from testbed.waiting import looks, pause
+from testbed.servers.otlp_collector import MESSAGES, OtlpCollector, by_schema, running_collector
+from testbed.waiting import pause, polling
 
 _TOKEN = "very-secret-token"
 _SILENT: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
 @pytest.fixture
-def server() -> Iterator[Collector]:
+def server() -> Iterator[OtlpCollector]:
     with running_collector() as made:
         yield made
 
@@ -47,14 +47,14 @@ def lines(tmp_path: Path) -> list[Line]:
     return list(outgoing([timeline.path]))
 
 
-def _endpoint(server: Collector, signal: str = "traces", **more: str) -> Endpoint:
+def _endpoint(server: OtlpCollector, signal: str = "traces", **more: str) -> Endpoint:
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{server.port}", **more}
     return next(one for one in endpoints(environ) if one.signal == signal)
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "http/json"])
 def test_spans_and_logs_are_what_the_schema_says(
-    server: Collector, lines: list[Line], protocol: str
+    server: OtlpCollector, lines: list[Line], protocol: str
 ) -> None:
     more = {
         "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
@@ -92,7 +92,9 @@ def test_spans_and_logs_are_what_the_schema_says(
     assert (resource["service.name"], resource["bootseer.submission"]) == ("bootseer", "s")
 
 
-def test_only_what_is_new_is_sent_in_bounded_requests(server: Collector, tmp_path: Path) -> None:
+def test_only_what_is_new_is_sent_in_bounded_requests(
+    server: OtlpCollector, tmp_path: Path
+) -> None:
     timeline = Timeline.start(tmp_path, job="j", submission="s", attempt=0, node="n", rank=0)
     for number in range(1100):
         timeline.note(f"stage {number}", 10**18, 1)
@@ -110,7 +112,7 @@ def test_only_what_is_new_is_sent_in_bounded_requests(server: Collector, tmp_pat
 
 
 def test_busy_servers_are_asked_again_when_they_say(
-    server: Collector, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+    server: OtlpCollector, lines: list[Line], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
     monkeypatch.setattr("bootseer.profile.publish.collector.time.sleep", waits.append)
@@ -123,7 +125,7 @@ def test_busy_servers_are_asked_again_when_they_say(
 
 @pytest.mark.parametrize("status", [401, 404, 500, 301])
 def test_other_answers_end_the_round_and_lose_nothing(
-    server: Collector, lines: list[Line], status: int
+    server: OtlpCollector, lines: list[Line], status: int
 ) -> None:
     server.answers = [(status, {"Location": "http://127.0.0.1:1/"})]
     headers = {"OTEL_EXPORTER_OTLP_HEADERS": f"authorization={_TOKEN}"}
@@ -135,7 +137,7 @@ def test_other_answers_end_the_round_and_lose_nothing(
     assert len(server.spans()) == 1
 
 
-def test_a_refused_request_is_left_out(server: Collector, lines: list[Line]) -> None:
+def test_a_refused_request_is_left_out(server: OtlpCollector, lines: list[Line]) -> None:
     server.answers = [(400, {})]
     found = send(_endpoint(server), lines, {})
     assert "is left out" in found.problem
@@ -143,7 +145,7 @@ def test_a_refused_request_is_left_out(server: Collector, lines: list[Line]) -> 
 
 
 def test_a_silent_server_costs_its_time_out(
-    server: Collector, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+    server: OtlpCollector, lines: list[Line], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collector, "DEADLINE_S", 1.0)
     server.is_silent.set()
@@ -153,7 +155,7 @@ def test_a_silent_server_costs_its_time_out(
 
 
 def test_a_slow_server_costs_no_more_than_the_deadline_of_a_look(
-    server: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: OtlpCollector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timeline = Timeline.start(tmp_path, job="j", submission="s", attempt=0, node="n", rank=0)
     for number in range(1100):
@@ -175,7 +177,7 @@ def test_a_slow_server_costs_no_more_than_the_deadline_of_a_look(
     assert [span.name for span in server.spans()] == [f"stage {n}" for n in range(1100)]
 
 
-def test_records_that_are_none_cost_no_others(server: Collector, lines: list[Line]) -> None:
+def test_records_that_are_none_cost_no_others(server: OtlpCollector, lines: list[Line]) -> None:
     span = {"traceId": "00" * 16, "spanId": "00" * 8, "name": "x"}
     nested: Any = {"stringValue": "x"}
     for _ in range(2000):
@@ -280,7 +282,7 @@ def test_variables_are_read_as_the_specification_says() -> None:
     ],
 )
 def test_what_cannot_be_used_is_one_sentence(
-    server: Collector,
+    server: OtlpCollector,
     lines: list[Line],
     variables: dict[str, str],
     why: str,
@@ -311,7 +313,7 @@ def test_tls_with_an_own_authority(tmp_path: Path, lines: list[Line]) -> None:
         assert len(server.spans()) == 1
 
 
-def test_a_real_start_reaches_the_collector(server: Collector, tmp_path: Path) -> None:
+def test_a_real_start_reaches_the_collector(server: OtlpCollector, tmp_path: Path) -> None:
     """And its headers are on no command line and in no file of the node."""
     variables = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{server.port}",
@@ -323,7 +325,7 @@ def test_a_real_start_reaches_the_collector(server: Collector, tmp_path: Path) -
         with node.start(
             "run", "--", sys.executable, "-c", code, variables=variables, **pipes
         ) as job:
-            for _ in looks(look_s=0.05):
+            for _ in polling(interval_s=0.05):
                 assert not any(_TOKEN in line for line in node.processes().values())
                 if server.messages:
                     break

@@ -12,7 +12,7 @@ import pytest
 from bootseer.report.decoding import decode
 from bootseer.report.sources import TOGETHER_BYTES_MAX, TimelineFolder, find_start
 from bootseer.timeline.otlp import Stage, Value, encode_end, encode_start
-from testbed.starts.generate import Fault, Recipe, node_name
+from testbed.starts.generate import InjectedFault, Recipe, node_name
 from testbed.starts.timelines import write_timelines
 
 _EVIL = "\x1b]0;owned\x07\x1b[2J</script><script>document.title='owned'</script>\u202e"
@@ -45,7 +45,7 @@ def _timelines(folder: Path) -> list[Path]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     place = tmp_path / "timelines"
-    faults = (Fault(node_name(2), "slow disk", 4.0),)
+    faults = (InjectedFault(node_name(2), "slow disk", 4.0),)
     write_timelines(place, Recipe(6, 2, faults), job="j", submission="s")
     return place
 
@@ -69,7 +69,7 @@ def test_torn_lines_and_missing_nodes_cost_what_they_held(folder: Path) -> None:
 def test_clocks_an_hour_apart_change_no_answer(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     clocks = {node_name(1): 3600.0, node_name(4): -1800.0}
-    recipe = Recipe(6, 2, (Fault(node_name(2), "slow disk", 4.0),), clock_s=clocks)
+    recipe = Recipe(6, 2, (InjectedFault(node_name(2), "slow disk", 4.0),), clock_s=clocks)
     write_timelines(other, recipe, job="j", submission="s")
     told, right = (json.loads(_report(one, "--json").stdout) for one in (other, folder))
     assert told["analysis"]["ready_s"] == pytest.approx(right["analysis"]["ready_s"], abs=0.05)

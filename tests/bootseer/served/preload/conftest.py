@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from testbed.waiting import looks
+from testbed.waiting import polling
 
 # Becomes nothing: it stays, as the launcher that `bootseer run` becomes would.
 LAUNCHER = """
@@ -101,7 +101,7 @@ class PreloadingNode:
     @property
     def preloader(self) -> int:
         """The process."""
-        for _ in looks():
+        for _ in polling():
             for pid in filter(str.isdigit, os.listdir("/proc")):
                 try:
                     words = Path("/proc", pid, "cmdline").read_bytes()

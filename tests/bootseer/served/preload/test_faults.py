@@ -178,7 +178,7 @@ def _wait_for_step(step: str, preloader: int, ran: Path, process: "subprocess.Po
         "a guard is there": children.read_text,
         "the program runs": ran.exists,
     }
-    wait_for(lambda: has_come[step]() or process.poll() is not None, step, look_s=0.001)
+    wait_for(lambda: has_come[step]() or process.poll() is not None, step, interval_s=0.001)
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -121,7 +121,7 @@ def test_a_storage_that_hangs_places_none(monkeypatch: pytest.MonkeyPatch) -> No
 
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(placement.choose, hang)
-        wait_for(placement._turn.locked, look_s=0.001)
+        wait_for(placement._turn.locked, interval_s=0.001)
         assert placement.choose(lambda avoid: ("s0",)) == ()
         over.set()
         assert first.result() == ()

@@ -26,7 +26,7 @@ from bootseer.store.backend import HasDescriptor
 from bootseer.store.local.backend import LocalBackend
 from bootseer.transfer.attempt import Attempt
 from testbed.needs import MissingError
-from testbed.trees import nest
+from testbed.trees import make_deep_folder
 from testbed.waiting import wait_for
 from tests.bootseer.store.using import race
 
@@ -311,7 +311,7 @@ def test_a_shared_root_shares_what_is_in_it(tmp_path: Path) -> None:
 
 def test_what_is_nested_without_end_ends_no_listing(tmp_path: Path) -> None:
     """A named fault: one such folder ended `image list`, `snapshot list` and every `gc`."""
-    nest(tmp_path / "images", 1200)
+    make_deep_folder(tmp_path / "images", 1200)
     with open_store(str(tmp_path)) as store:
         store.publish("images/a", b"x")
         assert [info.path for info in store.list("images/")] == ["images/a"]

@@ -9,7 +9,7 @@ import pytest
 
 from bootseer.fuse.striped.tools.copy import copy_in, copy_out, open_storage
 from testbed.hdfs.cluster import MiniHdfs
-from testbed.waiting import wait_until_it_asks
+from testbed.waiting import wait_for_fuse_request
 from tests.fuse.striped.support.mounting import BIG, checkpoints, end, settings_in, shell
 
 pytestmark = [pytest.mark.needs("fuse"), pytest.mark.hdfs]
@@ -97,7 +97,7 @@ def test_a_frozen_cluster_can_be_unmounted(
         hdfs.pause()
         try:
             reader = subprocess.Popen(["cat", str(mountpoint / "f")], stdout=subprocess.DEVNULL)
-            wait_until_it_asks(reader.pid)
+            wait_for_fuse_request(reader.pid)
             mount.close(1.0)
             assert reader.wait(60) != 0
         finally:

@@ -24,7 +24,7 @@ from bootseer.served.folders import mounts_dir
 from bootseer.store import open_backend
 from bootseer.store.local.backend import LocalBackend
 from testbed.mounts.fuse_mount import abort, check_python, mounted, run
-from testbed.waiting import wait_for, wait_until_it_asks
+from testbed.waiting import wait_for, wait_for_fuse_request
 from tests.fuse.striped.support.faulty import FaultyBackend, hanging
 from tests.fuse.striped.support.harness import Driver, storage_on
 from tests.fuse.striped.support.mounting import BIG, MIB, checkpoints, end, settings_in, shell
@@ -299,7 +299,7 @@ def test_a_hung_storage_ends_in_an_error_and_its_readers_can_be_killed(
             )
             check_python(code, mountpoint)
             reader = subprocess.Popen(["cat", str(mountpoint / "f")], stdout=subprocess.DEVNULL)
-            wait_until_it_asks(reader.pid)
+            wait_for_fuse_request(reader.pid)
             reader.kill()
             # Not by the deadline: the kernel's INTERRUPT ends the wait.
             assert reader.wait(60) == -signal.SIGKILL

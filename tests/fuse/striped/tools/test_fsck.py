@@ -18,7 +18,7 @@ from bootseer.fuse.striped.tools.fsck import check_tree, delete_garbage
 from bootseer.fuse.striped.tools.verify import verify_file
 from bootseer.store import open_backend
 from bootseer.store.local.backend import LocalBackend
-from testbed.trees import nest
+from testbed.trees import make_deep_folder
 from testbed.waiting import wait_for
 from tests.fuse.striped.support.faulty import FaultyBackend
 from tests.fuse.striped.support.harness import UNIT, storage_on
@@ -88,7 +88,7 @@ def test_garbage_that_is_nested_without_end(
     """A named fault: it ended every fsck, by recursion."""
     save(local, "f")
     folder = part_of(tmp_path, "00").parent.parent
-    nest(folder / ("ab" * 16), 1020)
+    make_deep_folder(folder / ("ab" * 16), 1020)
     (report,) = check_tree(local)
     assert [one.is_dir for one in report.garbage] == [True]
     young()
