@@ -1,4 +1,4 @@
-"""What docs/checkpoints.md shows runs."""
+"""The examples of docs/checkpoints.md run."""
 
 import importlib.util
 import random
@@ -15,7 +15,7 @@ from tests.support.cli_reference import root_context
 PAGE = (Path(__file__).parent.parent.parent / "docs/checkpoints.md").read_text(encoding="utf-8")
 
 
-# torch warns of what it does without a process group.
+# torch warns that there is no process group.
 @pytest.mark.filterwarnings("ignore")
 def test_the_guides_programs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOOTSEER_RUN_DIR", str(tmp_path / "run"))

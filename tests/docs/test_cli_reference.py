@@ -1,4 +1,4 @@
-"""The command line's reference is current, and every command shows an example."""
+"""docs/cli.md is current, and every command's help has an example."""
 
 import click
 

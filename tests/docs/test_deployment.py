@@ -1,4 +1,4 @@
-"""What docker/ deploys is what there is: commands and their options, settings, folders."""
+"""The files in docker/ use commands, options, settings and folders that exist."""
 
 import itertools
 import re
@@ -19,20 +19,20 @@ from tests.support.cli_reference import root_context
 DOCKER = Path(__file__).parent.parent.parent / "docker"
 UNITS = sorted((DOCKER / "systemd").iterdir())
 MANIFESTS = sorted((DOCKER / "kubernetes").glob("*.yaml"))
-# These are no settings.
+# These variables are no settings.
 OTHERS = {"BOOTSEER_CONFIG", "BOOTSEER_IMAGE", "BOOTSEER_SPAWNER"}
 VARIABLES = {variable_of(name) for name in Settings.__struct_fields__}
 
 
 def parse(words: list[str]) -> None:
-    """Fails where bootseer has no such command or option."""
+    """Fail if bootseer has no such command or option."""
     ours = [*itertools.takewhile(lambda word: word != "--", words), "--help"]
     done = CliRunner().invoke(cli, ours)
     assert done.exit_code == 0, done.output
 
 
 def commands_in(text: str) -> Iterator[list[str]]:
-    """Each call of bootseer in a line of shell."""
+    """Yield each call of bootseer in a line of shell."""
     for part in re.split(r"\|\||&&|;|\n", text):
         words = shlex.split(part)
         names = [number for number, word in enumerate(words) if Path(word).name == "bootseer"]
@@ -41,7 +41,7 @@ def commands_in(text: str) -> Iterator[list[str]]:
 
 
 def calls_in(node: Any) -> Iterator[list[str]]:
-    """Each call of bootseer by a container."""
+    """Yield each call of bootseer by a container."""
     if isinstance(node, dict):
         for key, value in node.items():
             if key == "command" and value[0] == "bootseer":
@@ -96,7 +96,6 @@ def variables_in(node: Any) -> Iterator[str]:
 
 
 def test_the_snapshotter_s_pod_sees_what_it_needs() -> None:
-    """containerd is told these paths: they are the defaults, and the same on the node."""
     command = cli.get_command(root_context(), "snapshotter")
     assert command is not None
     defaults = {option.name: option.default for option in command.params}

@@ -1,4 +1,4 @@
-"""Docstrings of the product: public names have one, and modules that they name exist."""
+"""Public names of the product have docstrings, and docstrings name only modules that exist."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ from testbed.paths import REPOSITORY
 PRODUCT = ("bootseer", "fuse", "prefetch", "snapshots")
 # `blob.extract` or `fuse/kernel/session.py`, in backquotes.
 _DOTTED = re.compile(r"`([A-Za-z_][\w/]*(?:\.[A-Za-z_]\w*)+)`")
-# Names with dots that are no modules: files of other kinds, and names of other programs.
+# Names with dots that are no modules: files of other kinds, and names in other programs.
 _NO_MODULES = re.compile(
     r".+\.(?:json|toml|html|jsonl|sh|yaml|io|lock|sock|log)|containerd\..+|linux\.seccomp"
 )
@@ -23,7 +23,7 @@ _HAS_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 @cache
 def _modules() -> dict[str, ast.Module]:
-    """Return the product's modules by dotted name, as it is in the repository's root."""
+    """Return the product's modules by dotted name, without the symbolic links."""
     found = {}
     for root in PRODUCT:
         for path in sorted((REPOSITORY / root).rglob("*.py")):
@@ -45,7 +45,7 @@ def _docstrings(module: ast.Module) -> Iterator[tuple[str, str]]:
             text = ast.get_docstring(node)
             if text:
                 yield getattr(node, "name", "the module"), text
-        # No expressions: they are most of a tree, and define nothing.
+        # Expressions are skipped: they are most of a tree and define no names.
         nodes += (one for one in ast.iter_child_nodes(node) if isinstance(one, _HAS_STATEMENTS))
 
 
@@ -94,7 +94,7 @@ def test_modules_and_files_that_docstrings_name_exist() -> None:
 
 @cache
 def _is_named(token: str) -> bool:
-    """Return whether a dotted name, or its end, is a module of the product or something in one."""
+    """Return whether a dotted name, or its end, is a module or a name in one."""
     if token.startswith("bootseer.") and hasattr(bootseer, token.removeprefix("bootseer.")):
         return True
     parts = token.removeprefix("bootseer.").split(".")
@@ -128,7 +128,7 @@ def _bound(node: ast.stmt) -> set[str]:
 
 @cache
 def _texts() -> str:
-    """Return the text of all modules, in which a name of an attribute of a stage is quoted."""
+    """Return the text of all modules, to find quoted names of attributes in it."""
     return "".join(
         (REPOSITORY / f"{name.replace('.', '/')}{end}").read_text(encoding="utf-8")
         for name in _modules()

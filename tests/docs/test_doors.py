@@ -1,4 +1,4 @@
-"""Tests and the test bed use the product by its doors, so that an area can change inside."""
+"""Tests and the test bed import doors of the product only, so that its inside can change."""
 
 from tests.support.doors import modules, parts_of, read_doors, read_parts
 
@@ -12,6 +12,6 @@ def test_the_test_bed_uses_doors_only() -> None:
 
 
 def test_tests_use_doors_or_the_parts_that_are_listed_for_them() -> None:
-    """If this fails for a new test: go through a door. If a test needs a part no longer, or is to
-    test one on purpose: `python -m tests.support.doors`."""
+    # A new test should go through a door. Where it tests a part on purpose, or an old one needs its
+    # part no longer: `python -m tests.support.doors`.
     assert dict(parts_of("tests")) == read_parts()

@@ -8,7 +8,7 @@ from pathlib import Path
 from testbed.paths import REPOSITORY
 
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
-# These tell what was: files that were renamed since keep their old names there.
+# These pages describe the past, and keep the old names of files.
 _HISTORIES = ("CHANGELOG.md",)
 # Attributes of timelines and names of settings look like modules, too.
 _PACKAGES = "(?:blob|cli|fuse|launch|prefetch|registry|snapshots|store|transfer)"
@@ -32,7 +32,7 @@ def _broken_links(page: Path) -> Iterator[str]:
 
 
 def _headings(path: Path) -> set[str]:
-    """The anchors that GitHub gives the headings of a page."""
+    """Return GitHub's anchors of the headings of a page."""
     lines = re.findall(r"^#+ +(.+)$", path.read_text(encoding="utf-8"), re.M)
     kept = (re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", line.lower())) for line in lines)
     return {line.strip().replace(" ", "-") for line in kept}
@@ -55,7 +55,7 @@ def _absent_names(page: Path) -> Iterator[str]:
 
 
 def _exists(name: str) -> bool:
-    """Whether this is a module, or a name that one has."""
+    """Return whether this is a module, or a name in a module."""
     parent, _, last = name.rpartition(".")
     try:
         return importlib.util.find_spec(name) is not None

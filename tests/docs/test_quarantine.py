@@ -1,4 +1,4 @@
-"""The list of tests that are known to fail now and then."""
+"""The list of quarantined tests."""
 
 from datetime import date
 

@@ -1,4 +1,4 @@
-"""SECURITY.md promises nothing that no test holds."""
+"""Every promise of SECURITY.md has a test."""
 
 from testbed.paths import REPOSITORY
 from tests.support.named_tests import check_promises

@@ -1,4 +1,4 @@
-"""Every command of ours that the README and the docs show is one, with options that it has."""
+"""The commands of Bootseer that the README and the docs show exist, with their options."""
 
 import itertools
 import re
@@ -12,12 +12,12 @@ from bootseer.cli.tree import cli
 from testbed.paths import REPOSITORY
 from tests.support.cli_reference import root_context
 
-# docs/cli.md is made from the commands themselves.
+# docs/cli.md is generated from the commands.
 PAGES = [
     REPOSITORY / "README.md",
     *sorted({*(REPOSITORY / "docs").rglob("*.md")} - {REPOSITORY / "docs/cli.md"}),
 ]
-# What may stand before it: a prompt, variables, a launcher.
+# Words that may stand before a command: a prompt, variables, a launcher.
 _COMMAND = re.compile(r"^[$ ]*(?:\w+=\S+ |exec |srun (?:--\S+ )*)*bootseer (.*)")
 
 
@@ -34,16 +34,13 @@ def _words(line: str) -> list[str]:
     try:
         words = shlex.split(line, comments=True)
     except ValueError:
-        # A quoted script of several lines: what comes before it.
+        # For a quoted script of several lines: the part before it.
         words = shlex.split(line.rpartition("'")[0])
     return list(itertools.takewhile(lambda word: word not in ("&&", "||", "|", ";", "&"), words))
 
 
 def _found(line: str, words: list[str]) -> tuple[click.Command, click.Context, list[str]]:
-    """Return the command, the context for what is behind its name, and that.
-
-    Raises: click.UsageError.
-    """
+    """Return the command, its context and its arguments. Raises: click.UsageError."""
     command: click.Command = cli
     context = root_context()
     while isinstance(command, click.Group) and words:
@@ -64,7 +61,7 @@ def _wrong_in_blocks(page: Path) -> Iterator[str]:
     for line in _shown(page.read_text(encoding="utf-8")):
         try:
             command, context, words = _found(line, _words(line))
-            # Parsed, not run.
+            # The commands are parsed, not run.
             command.make_context(command.name, words, parent=context)
         except click.UsageError as error:
             yield f"{page.name}: bootseer {line}: {error.format_message()}"
@@ -75,7 +72,7 @@ def test_commands_in_sentences() -> None:
 
 
 def _wrong_in_sentences(page: Path) -> Iterator[str]:
-    """These may leave out what is not their subject."""
+    """Yield the wrong commands in sentences, which may leave out arguments."""
     text = page.read_text(encoding="utf-8")
     for line in re.findall(r"(?<![`\w])`bootseer ([a-z][^`\\]*)`", text):
         try:

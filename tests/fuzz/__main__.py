@@ -1,5 +1,9 @@
-"""`python -m tests.fuzz [--minutes N] [TARGET [FILE]]`: all targets in turn for so long, or one, or
-one input again. Prints the seed of each round; exits 1 after a failure, whose input is kept."""
+"""Fuzzes all targets in turn, or one, or replays one input.
+
+    python -m tests.fuzz [--minutes N] [TARGET [FILE]]
+
+Prints the seed of each round; exits with 1 after a failure, whose input is kept.
+"""
 
 import argparse
 import random

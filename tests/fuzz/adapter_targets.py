@@ -1,4 +1,4 @@
-"""Targets in what other programs write about a start: adapters, and placing what they found."""
+"""Targets that read other programs' records of a start."""
 
 import json
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def _logs(name: str) -> Sequence[bytes]:
 
 
 def _pods() -> dict[str, Any]:
-    """As the adapter's, of a start that has no timeline."""
+    """Return the adapter's record of a start without a timeline."""
     found: dict[str, Any] = json.loads((_SAMPLES / "kubernetes-v1.json").read_bytes())
     told = [{"name": "BOOTSEER_JOB", "value": "llm"}, {"name": "RANK", "value": "1"}]
     state = {"running": {"startedAt": "2026-11-23T12:05:39Z"}}

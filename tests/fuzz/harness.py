@@ -1,7 +1,7 @@
-"""Runs one target in a child of bounded memory and CPU time, and keeps the input that fails.
+"""Runs a target in a child with bounded memory and CPU time, and keeps the input that fails.
 
-The child runs Hypothesis, which shrinks what raises; an input that is killed by a limit cannot be
-shrunk: it is kept as it is.
+The child runs Hypothesis, which shrinks an input that makes the target raise. An input whose child
+is killed by a limit cannot be shrunk, and is kept as it is.
 """
 
 import hashlib
@@ -25,24 +25,24 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Target(Struct, frozen=True):
-    """One parser."""
+    """Parser to fuzz."""
 
     name: str
     inputs: st.SearchStrategy[bytes]
     read: Callable[[bytes], Any]
-    """Parses an input, and checks what it returns against the documented bounds."""
+    """Parses an input, and checks the result against the documented bounds."""
     refusals: tuple[type[Exception], ...]
-    """The documented errors."""
+    """Documented errors."""
     memory_bytes: int = 2**28
-    """Beyond what the process has."""
+    """Limit of memory beyond the process's own."""
 
 
 class FuzzError(Exception):
-    """A target failed; the input is in a file."""
+    """Failure of a target; the input is in a file."""
 
 
 def fuzz(target: Target, count: int, seed_or_none: int | None, cpu_s: int) -> None:
-    """Read `count` inputs; `seed_or_none`: None: the same ones each time. Raises: FuzzError."""
+    """Read `count` inputs; without a seed, the same ones each time. Raises: FuzzError."""
     current = mmap.mmap(-1, _LENGTH.size + _INPUT_BYTES_MAX)
 
     @settings(
@@ -76,7 +76,7 @@ def fuzz(target: Target, count: int, seed_or_none: int | None, cpu_s: int) -> No
 
 
 def replay(target: Target, data: bytes) -> None:
-    """Read one input, without limits. Raises what the target does, but for its refusals."""
+    """Read one input without limits. Raises: the target's errors other than its refusals."""
     try:
         target.read(data)
     except target.refusals as error:

@@ -1,4 +1,4 @@
-"""What the store, a registry or the node's cache gives for images."""
+"""Targets that read images' files from the store, a registry or the node's cache."""
 
 import contextlib
 import hashlib
@@ -85,7 +85,7 @@ _LENGTHS = (40 * 512 + 77, 9 * 512)
 
 
 def _bundle() -> tuple[bytes, bytes, int, int]:
-    """Head, tables, frames, extents."""
+    """Return head, tables, number of frames and number of extents of a bundle."""
     frames = bundle.plan_frames([(0, 0, 9000), (1, 512, 1024), (0, 20_000, 557)], _LENGTHS, 2048)
     streams = [bytes(length) for length in _LENGTHS]
     header = bundle.write_bundle(
@@ -99,7 +99,7 @@ def _bundle() -> tuple[bytes, bytes, int, int]:
 def _bundles(draw: st.DrawFn) -> bytes:
     head, tables, frame_count, extent_count = _bundle()
     tables = draw(mutated((tables,)))
-    # So that the counts fit what is left, mostly.
+    # Counts that mostly fit the length of the tables.
     frame_count = draw(st.sampled_from((frame_count, 0, 1, 2**17, 2**32 - 1)))
     rest = len(tables) - 44 * frame_count
     extent_count = rest // 16 if 0 <= rest < 2**32 else extent_count
@@ -162,7 +162,7 @@ def _read_hotset(data: bytes) -> None:
 @st.composite
 def _tars(draw: st.DrawFn) -> bytes:
     data = bytearray(draw(mutated(samples.tars())))
-    # The checksum of whatever may be taken for a header is made right.
+    # Make the checksum of each header right.
     for start in range(0, len(data) - 511, 512):
         if data[start + 257 : start + 262] == b"ustar":
             total = sum(data[start : start + 148]) + 256 + sum(data[start + 156 : start + 512])
@@ -187,7 +187,7 @@ _STARTS = (*range(0, len(_STREAM), 512), len(_STREAM))
 
 @st.composite
 def _cached(draw: st.DrawFn) -> bytes:
-    """The table of checksums of a stream, with some absent."""
+    """Draw a table of checksums of a stream, some of them absent."""
     boot = draw(st.sampled_from((bytes.fromhex(boot_id().replace("-", "")), bytes(16))))
     sums = [
         checksum(_STREAM[start:stop]) if number % 3 else 0
@@ -229,7 +229,7 @@ _RECORDS = b'{"path":"usr/bin/x","manifestDigest":"sha256:0","layerIndex":1}\n{"
 
 
 def _layer() -> tuple[tuple[bytes, bytes], seek_points.SeekPoints]:
-    """Two spans of a gzip file, and how each is read."""
+    """Return two spans of a gzip file, and their seek points."""
     text = bytes(range(256)) * 40
     compressor = zlib.compressobj(wbits=31)
     first = compressor.compress(text) + compressor.flush(zlib.Z_SYNC_FLUSH)

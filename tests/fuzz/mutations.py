@@ -1,5 +1,8 @@
-"""Mutations of valid documents. What carries a checksum is mutated before that is computed, so that
-mutations reach behind it."""
+"""Mutations of valid documents.
+
+Content with a checksum is mutated before the checksum is computed, so that mutations are not
+refused by it.
+"""
 
 import copy
 import json
@@ -13,7 +16,7 @@ _NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2
 
 @st.composite
 def mutated(draw: st.DrawFn, documents: Sequence[bytes]) -> bytes:
-    """One of `documents` with up to four mutations, or two of them spliced."""
+    """Draw one of `documents` with up to four mutations, or two of them spliced."""
     data = bytearray(draw(st.sampled_from(documents)))
     for _ in range(draw(st.integers(0, 4))):
         place = draw(st.integers(0, len(data)))
@@ -21,14 +24,14 @@ def mutated(draw: st.DrawFn, documents: Sequence[bytes]) -> bytes:
         if kind == 0 and data:
             data[place % len(data)] ^= 1 << draw(st.integers(0, 7))
         elif kind == 1:
-            # A length, a count or an offset, where one may stand.
+            # An aligned number, where a length, a count or an offset may be.
             width = draw(st.sampled_from((1, 2, 4, 8)))
             place -= place % draw(st.sampled_from((1, width)))
             number = draw(st.sampled_from(_NUMBERS)) & (1 << 8 * width) - 1
             little = number.to_bytes(width, "little")
             data[place : place + width] = little if draw(st.booleans()) else little[::-1]
         elif kind == 2:
-            # A varint, maybe one that does not end.
+            # A varint, sometimes one without an end.
             data[place:place] = b"\xff" * draw(st.integers(1, 12)) + b"\x01"
         elif kind == 3:
             del data[place:]
@@ -51,7 +54,7 @@ _VALUES: tuple[Any, ...] = (
 
 @st.composite
 def mutated_json(draw: st.DrawFn, documents: Sequence[Any]) -> Any:
-    """One of `documents`, values that JSON can hold, with values replaced, dropped or repeated."""
+    """Draw one of the JSON values `documents` with parts replaced, dropped or repeated."""
     document = copy.deepcopy(draw(st.sampled_from(documents)))
     for _ in range(draw(st.integers(0, 3))):
         places = list(_places(document))
@@ -84,6 +87,6 @@ def _places(value: Any) -> "Sequence[tuple[Any, Any]]":
 
 @st.composite
 def mutated_json_bytes(draw: st.DrawFn, documents: Sequence[Any]) -> bytes:
-    """As `mutated_json`, encoded, and sometimes mutated as bytes."""
+    """Draw a `mutated_json` as bytes, which are sometimes mutated, too."""
     data = json.dumps(draw(mutated_json(documents))).encode()
     return draw(mutated((data,))) if draw(st.booleans()) else data

@@ -1,4 +1,4 @@
-"""What registries, HDFS and the kernel send, and the files that say how to reach them."""
+"""Targets that read messages of registries, HDFS and the kernel, and their clients' files."""
 
 import json
 import socket
@@ -72,7 +72,7 @@ def _answers() -> list[bytes]:
 
 
 class _Answered(NameNodes):
-    """A NameNode that says what a test says."""
+    """NameNode whose answers a test gives."""
 
     data = b""
 
@@ -107,7 +107,7 @@ _LENGTH = 3000
 
 @st.composite
 def _transfers(draw: st.DrawFn) -> bytes:
-    """What a DataNode sends for a read of `_LENGTH` bytes: its response, then packets."""
+    """Draw a DataNode's answer to a read of `_LENGTH` bytes: its response, then packets."""
     checksum = pb.number(1, 0) + pb.number(2, 512)
     body = pb.number(1, 0) + pb.blob(4, pb.blob(1, checksum) + pb.number(2, 0))
     response = draw(mutated((_delimited(body),))) if draw(st.booleans()) else _delimited(body)
@@ -192,13 +192,13 @@ _OPCODES = sorted(
 )
 
 
-# One for all: it reports a kind of failure once.
+# One dispatcher for all inputs, since it reports each kind of failure once.
 _DISPATCHER = Dispatcher(Operations(), None)
 
 
 @st.composite
 def _requests(draw: st.DrawFn) -> bytes:
-    """The number of an operation, a node, and a request's body."""
+    """Draw the number of an operation, a node, and a request's body."""
     opcode = draw(st.sampled_from(sorted(set(_OPCODES))))
     body = draw(
         mutated((b"name\0", b"name\0other\0", bytes(96), b"\xff" * 128, bytes(40) + b"a\0b\0"))

@@ -14,7 +14,7 @@ DIGEST = "sha256:" + "ab" * 32
 
 
 def tree() -> Tree:
-    """Something of everything."""
+    """Return a tree with every kind of entry."""
     blobs = [
         Blob(DIGEST, 100,
              [Frame(0, 50, 0, 1000, b"f" * 32), Frame(50, 9, 1000, 7, b"g" * 32)],
@@ -40,7 +40,7 @@ def trace() -> Trace:
 
 
 def tars() -> list[bytes]:
-    """Archives of all formats, with long names, extended headers, links and holes."""
+    """Return archives of all formats, with long names, extended headers, links and holes."""
     found = []
     for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT):
         out = io.BytesIO()

@@ -1,4 +1,4 @@
-"""What the store holds beside images: environments, striped files, records, leases."""
+"""Targets that read environments, striped files, records and leases of the store."""
 
 import hashlib
 import json
@@ -97,7 +97,7 @@ def _layout() -> bytes:
 
 @st.composite
 def _layouts(draw: st.DrawFn) -> bytes:
-    """The body mutated, and then both checksums and the padding made right."""
+    """Draw a layout with a mutated body, and with right checksums and padding."""
     good = _layout()
     (body_bytes,) = struct.unpack_from("<Q", good, 40)
     body = draw(mutated((good[128 : 128 + body_bytes],)))
@@ -149,8 +149,7 @@ def _records() -> list[Any]:
 
 @st.composite
 def _record_inputs(draw: st.DrawFn) -> bytes:
-    """With a right checksum, mostly: without one, as earlier releases wrote them, or with a wrong
-    one."""
+    """Draw a record, mostly with a right checksum, else without one or with a wrong one."""
     document = draw(mutated_json(_records()))
     if isinstance(document, dict) and draw(st.integers(0, 3)):
         document.pop("checksum", None)

@@ -1,4 +1,4 @@
-"""All targets, by name."""
+"""List of all targets by name."""
 
 from tests.fuzz.adapter_targets import ADAPTER_TARGETS
 from tests.fuzz.image_targets import IMAGE_TARGETS

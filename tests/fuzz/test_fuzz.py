@@ -1,4 +1,4 @@
-"""A few hundred mutations for every parser, the same ones each time; `make fuzz` goes on."""
+"""A few hundred mutations for every parser, the same ones each time; `make fuzz` runs more."""
 
 import pytest
 

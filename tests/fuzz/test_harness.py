@@ -1,4 +1,4 @@
-"""The harness notices what it is for: wrong errors, too much memory, too much time."""
+"""The harness notices wrong errors, too much memory and too much time."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Nodes: settings with a cache and a run directory of their own, and one store for all."""
+"""Fixtures for nodes: settings with a cache and a run directory each, and one store for all."""
 
 import os
 import sys
@@ -18,16 +18,19 @@ MakeNode = Callable[[str], Settings]
 
 @pytest.fixture(autouse=True)
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is restored is what was captured, to the last bit; test_privileges is about the rest."""
+    """Keep privileges in restores, so that trees are exact; test_privileges.py tests dropping
+    them."""
     monkeypatch.setenv("BOOTSEER_RESTORE_PRIVILEGES", "on")
 
 
 @pytest.fixture
 def make_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeNode:
-    """`make_node("a")`: the settings of a node that shares only the store with the others."""
+    """`make_node("a")` returns the settings of a node that shares only the store with the
+    others."""
     monkeypatch.delenv("BOOTSEER_IMAGE", raising=False)
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
-    # Each run asks `python3` about itself: ours answers at once, a shim of pyenv's runs ten.
+    # Each run asks `python3` about itself: this interpreter answers at once, while a shim of
+    # pyenv's starts ten.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
     def make(name: str) -> Settings:
@@ -38,7 +41,7 @@ def make_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeNode:
                 "run_dir": str(tmp_path / "nodes" / name / "run"),
                 "node": name,
                 "deadline_s": "20",
-                # What is mounted by itself would outlive its test.
+                # A mount that serves itself would outlive its test.
                 "restore_mode": "extract",
             }
         )
@@ -48,7 +51,7 @@ def make_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeNode:
 
 @pytest.fixture
 def mounting(tmp_path: Path, make_node: MakeNode) -> Iterator[MakeNode]:
-    """Nodes that mount; whatever happens, no mount, no server and no publisher stays."""
+    """Nodes that may mount; at the end no mount, server or publisher is left."""
     require("root", "fuse")
     nodes: list[Settings] = []
 
@@ -62,7 +65,7 @@ def mounting(tmp_path: Path, make_node: MakeNode) -> Iterator[MakeNode]:
 
 @pytest.fixture(params=["mount", "link"])
 def covering(mounting: MakeNode, request: pytest.FixtureRequest, tmp_path: Path) -> MakeNode:
-    """Nodes that put overlays on targets, over trees that are served or that they keep."""
+    """Nodes that put overlays on targets, over served trees or over kept ones."""
     if request.param == "link" and can_reflink(tmp_path):
         raise MissingError("files here can share their blocks: nothing is mounted to link them")
 
@@ -74,12 +77,12 @@ def covering(mounting: MakeNode, request: pytest.FixtureRequest, tmp_path: Path)
 
 @pytest.fixture
 def no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing of the surrounding configuration decides what the tools do."""
+    """Hide the surrounding configuration of pip and other tools."""
     for name in [name for name in os.environ if name.startswith(("PIP_", "PYTHON", "UV_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv-cache"))
     monkeypatch.setenv("UV_NO_CONFIG", "1")
-    # Else files have more links than there are in the environment.
+    # Without this, files have more links than the environment's own.
     monkeypatch.setenv("UV_LINK_MODE", "copy")

@@ -1,4 +1,4 @@
-"""Snapshots as archives that other tools read, and archives of other tools as snapshots."""
+"""Snapshots as archives that other tools read, and other tools' archives as snapshots."""
 
 import gzip
 import os
@@ -92,7 +92,7 @@ def test_an_exported_directory_is_what_tar_unpacks_and_comes_back(
     with pytest.raises(AlreadyExistsError):
         export_snapshot(store, manifest, file, _ignore)
     again = _import(node, store, file, env, "again")
-    # The very same tree and blob.
+    # Exactly the same tree and blob.
     assert (again.targets, again.name) == (manifest.targets, "again")
     shutil.rmtree(env)
     restore_snapshot(node, "again")
@@ -225,7 +225,7 @@ def test_an_archive_that_was_cut_anywhere_is_refused(
     env = tmp_path / "env"
     env.mkdir()
     for number in range(60):
-        # Each of these is a frame of its own: many cuts lie near the end of one.
+        # Each file is a frame of its own, so that many cuts are near the end of one.
         (env / f"{number:03}").write_bytes(os.urandom(300_000 if number % 20 == 0 else 300))
     exported = tmp_path / "env.tar.zst"
     export_snapshot(store, create_snapshot(node, [str(env)]), exported, _ignore)
@@ -238,7 +238,7 @@ def test_an_archive_that_was_cut_anywhere_is_refused(
     )
     before = [found.path for found in store.list("snapshots/")]
     dice = random.Random(1)
-    # The last frame's index is not needed, and one of the two blocks that end a tar is enough.
+    # The index in the last frame is not needed, and one of the two blocks at a tar's end is enough.
     ends = {"zst": _end_of_content(packed), "gz": len(members) - 1, "tar": len(whole) - 1024}
     for suffix, data in (("zst", packed), ("gz", members), ("tar", whole)):
         cuts = [dice.randrange(len(data) // 10, ends[suffix]) for _ in range(15)]
@@ -255,7 +255,7 @@ def test_an_archive_that_was_cut_anywhere_is_refused(
 
 
 def _frame_ends(packed: bytes) -> list[int]:
-    """Where the frames with content end in the seekable archive `packed`."""
+    """Return the ends of the frames with content in the seekable archive `packed`."""
     ends, position = [], 0
     while packed[position : position + 4] == b"\x28\xb5\x2f\xfd":
         frame = zstandard.ZstdDecompressor().decompressobj()
@@ -278,7 +278,7 @@ def test_an_archive_without_the_blocks_that_end_it_is_refused(
         with pytest.raises(CorruptError, match=r"hostile\.tar.*cut off"):
             _import(node, store, _archive(tmp_path, data=whole[:end]), tmp_path / "env")
     assert not list(store.list("snapshots/"))
-    # One of the two is enough: GNU tar says "a lone zero block", and takes it.
+    # One of the two is enough for GNU tar, too: it warns of "a lone zero block".
     manifest = _import(node, store, _archive(tmp_path, data=whole[:2560]), tmp_path / "env")
     restore_snapshot(node, manifest.fingerprint)
     assert sorted(path.name for path in (tmp_path / "env").iterdir()) == ["a", "b"]

@@ -1,4 +1,4 @@
-"""What a set-up in a container changes outside its targets is told by the layers of its root."""
+"""Changes of a container's set-up outside its targets, as seen in the layers of its root."""
 
 import os
 import shutil

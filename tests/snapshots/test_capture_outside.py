@@ -1,4 +1,4 @@
-"""What a set-up changed outside of its targets is said."""
+"""Reports of changes that a set-up makes outside its targets."""
 
 import os
 import shutil
@@ -54,7 +54,7 @@ def test_changes_outside_are_named_with_the_way_out(tmp_path: Path, make_node: M
     assert f"{home}/.local/bin/ (2 names)" in warnings[0]
     assert f"{work}/source.py" in warnings[0]
     assert "--target" in warnings[0]
-    # Nothing is said of what was there before, nor of a restore.
+    # Neither files that existed before nor restores are reported.
     assert run_setup(make_node("a"), request).changed_outside == ()
 
 
@@ -63,7 +63,7 @@ def _differs(before_ns: int) -> bool:
 
 
 def _wait_for_tick() -> None:
-    # Two: since Linux 6.13 a change may get a finer time than this clock shows.
+    # Two clock readings: since Linux 6.13 a change may get a finer time than this clock shows.
     for _ in range(2):
         wait_for(partial(_differs, now_ns()), "a tick", look_s=0.001)
 
@@ -119,7 +119,7 @@ def _outside_request(tmp_path: Path) -> Request:
 
 
 def test_nodes_that_restore_are_told_what_they_lack(tmp_path: Path, make_node: MakeNode) -> None:
-    """Only the node that ran the set-up was: the others lacked the files in silence."""
+    """Regression: only the node that ran the set-up was told of the files that the others lack."""
     said: list[str] = []
     tool = f"{tmp_path}/home/bin/tool"
     done = run_setup(make_node("a"), _outside_request(tmp_path), report=said.append)

@@ -11,7 +11,7 @@ from bootseer.snapshots.commands import hints_of
 def told(
     python_words: tuple[str, ...] = (), environment_dirs: tuple[str, ...] = (), **others: object
 ) -> dict[str, object]:
-    """Return the names and values of what is told, without what is empty."""
+    """Return the names and values of the variables, without empty ones."""
     words = {"python_words": python_words, "environment_dirs": environment_dirs, **others}
     return {name: value for name, value in words.items() if value}
 
@@ -125,7 +125,7 @@ def told(
 )
 def test_what_a_command_hints_at(command: list[str], expected: dict[str, object]) -> None:
     found = asdict(hints_of(command))
-    # What is not expected is empty.
+    # Everything else is empty.
     assert {name: value for name, value in found.items() if value} == expected
 
 
@@ -168,7 +168,7 @@ def test_redirections_are_no_words() -> None:
     ],
 )
 def test_scripts_are_found_behind_what_runs_them(command: str) -> None:
-    """They reached the key only as the first word, with "./" in front."""
+    """Regression: a script was in the key only as the first word, with "./" in front."""
     is_plain = not any(letter in command for letter in ";|&#\n")
     for words in (["sh", "-c", command], *([shlex.split(command)] if is_plain else [])):
         found = hints_of(words)
@@ -189,7 +189,7 @@ def test_files_that_commands_read_are_found() -> None:
     found = hints_of(["sh", "-c", script])
     named = {*found.files, *found.words}
     assert {"a.cfg", "b.cfg", "wheels.tar.gz", "list.txt", "more.txt"} <= named
-    # The "cd" may have been meant for another command.
+    # The "cd" may belong to another command.
     assert {"r.txt", "sub/r.txt"} <= set(found.requirement_files)
     assert found.programs == ()
 

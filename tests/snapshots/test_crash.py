@@ -1,12 +1,14 @@
-"""Create and restore, killed or left without their store at many steps: nothing half visible, the
-set-up's result in place, and the next run works."""
+"""Creating and restoring, killed or left without a store at many steps.
+
+Nothing half done is visible, the set-up's result is in place, and the next run works.
+"""
 
 from pathlib import Path
 
 import pytest
 
 from testbed.needs import require
-from tests.snapshots.support.driving import driven
+from tests.snapshots.support.driving import run_driver
 
 
 @pytest.mark.parametrize(
@@ -22,15 +24,16 @@ from tests.snapshots.support.driving import driven
 def test_killed_at_many_steps(tmp_path: Path, scenario: str, points: int) -> None:
     if scenario in ("restore_mounted", "restore_held"):
         require("root", "fuse")
-    lines = driven("crash_driver.py", scenario, tmp_path, points)
+    lines = run_driver("crash_driver.py", scenario, tmp_path, points)
     assert len(lines) >= points - 1
     assert sum(line.endswith("killed") for line in lines) >= len(lines) // 2
 
 
 @pytest.mark.parametrize(("scenario", "points"), [("restore", 4), ("capture", 4)])
 def test_a_store_that_vanishes_at_many_steps(tmp_path: Path, scenario: str, points: int) -> None:
-    """One warning at most; what is in place is what the set-up makes, and it ran once at most."""
-    lines = driven("vanishing_driver.py", scenario, tmp_path, points)
+    """There is at most one warning, the environment is the set-up's result, and it ran at most
+    once."""
+    lines = run_driver("vanishing_driver.py", scenario, tmp_path, points)
     assert len(lines) == points
     ways = {line.rpartition(" ")[2] for line in lines}
     assert ways == {"ran", "captured" if scenario == "capture" else "restored"}

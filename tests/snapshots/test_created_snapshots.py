@@ -1,4 +1,4 @@
-"""The command line of snapshots: what it prints and how it exits."""
+"""Command line of snapshots: output and exit codes."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ class _Cli:
         self.err = ""
 
     def __call__(self, *arguments: str) -> tuple[int, str]:
-        """(exit code, stdout) of `bootseer snapshot ...`."""
+        """Run `bootseer snapshot WORDS`; return its exit code and stdout."""
         with pytest.raises(SystemExit) as ended:
             main(["snapshot", *arguments])
         captured = self._capsys.readouterr()
@@ -55,7 +55,7 @@ def cli(
 def test_a_name_that_moves_is_said(
     tmp_path: Path, cli: _Cli, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It moved in silence."""
+    """Regression: a name moved to another snapshot without a message."""
     (tmp_path / "t").mkdir()
     keys = []
     for text in ("1", "2", "2"):
@@ -92,7 +92,7 @@ def test_create_list_show_restore(tmp_path: Path, cli: _Cli) -> None:
     (tmp_path / "t").rename(tmp_path / "old")
     assert cli("restore", "mine") == (0, "")
     assert (tmp_path / "t/file").read_text() == "hello"
-    # A named fault: it was extracted in silence.
+    # Regression: it was extracted without a message.
     assert cli("restore", "mine", "--to", "elsewhere", "--mode", "mount")[0] == 2
     assert "--to extracts" in cli.err
     assert cli.json("restore", "mine", "--to", "elsewhere")["name"] == "mine"
@@ -102,7 +102,7 @@ def test_create_list_show_restore(tmp_path: Path, cli: _Cli) -> None:
 def test_a_manifest_brings_no_control_codes(
     tmp_path: Path, cli: _Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A named fault: what a set-up had changed elsewhere was said as the manifest had it."""
+    """Regression: paths that a set-up had changed were printed with their control codes."""
     command = ["--target", "t", "--", "sh", "-c", "mkdir t"]
     cli("run", *command)
     with open_store((tmp_path / "store").as_uri()) as store:
@@ -121,7 +121,7 @@ def test_a_manifest_brings_no_control_codes(
 
 
 def test_a_line_in_quotes_is_read_like_that_of_a_start(tmp_path: Path, cli: _Cli) -> None:
-    """A named fault: it was taken for one program, of which no directories are known."""
+    """Regression: the line was taken for the name of one program, whose directories are unknown."""
     (tmp_path / "r.txt").write_text("a==1\n")
     for line in ("pip install -r r.txt --target lib", "mkdir -p lib; echo x > lib/x"):
         words = ["--target", "lib", "--"]
@@ -133,7 +133,7 @@ def test_a_line_in_quotes_is_read_like_that_of_a_start(tmp_path: Path, cli: _Cli
         assert len(keys) == 1
     assert cli("run", *words, line)[0] == 0
     assert (tmp_path / "lib/x").read_text() == "x\n"
-    # What is a program is one, blanks or not.
+    # A program's path may contain blanks.
     (tmp_path / "my tool").write_text("#!/bin/sh\nmkdir tools\n")
     (tmp_path / "my tool").chmod(0o755)
     assert cli("run", "--target", "tools", "--", "./my tool")[0] == 0
@@ -188,7 +188,7 @@ def test_a_corrupt_manifest_has_its_code(tmp_path: Path, cli: _Cli) -> None:
     file.write_text(text[:50])
     assert cli("show", key)[0] == 15
     later = {**json.loads(text), "version": 7}
-    # That of the release which wrote it would be right; a wrong one is damage.
+    # A missing digest may be from another release; a wrong digest is damage.
     del later["digest"]
     file.write_text(json.dumps(later))
     assert cli("restore", key)[0] == 16
@@ -229,7 +229,7 @@ _RUN = ("-m", "bootseer", "snapshot", "run")
 
 
 def _session(number: int) -> list[str]:
-    """The processes of a session that have not ended, as /proc has them."""
+    """Return the command lines of the living processes of a session."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -243,7 +243,8 @@ def _session(number: int) -> list[str]:
 def test_a_signal_ends_all_that_the_set_up_has_started(
     tmp_path: Path, cli: _Cli, number: signal.Signals
 ) -> None:
-    """Its children went on writing into a target that nobody held any more."""
+    """Regression: the set-up's children went on writing to a target that was not locked any
+    more."""
     script = "mkdir env; (: > up; sleep 300; : > env/late) & wait; true"
     with subprocess.Popen(
         [sys.executable, *_RUN, "--target", "env", "--", "sh", "-c", script],
@@ -261,13 +262,13 @@ def test_a_signal_ends_all_that_the_set_up_has_started(
 
 
 def test_an_empty_target_is_refused(cli: _Cli) -> None:
-    """As of an unset variable: it was the working directory."""
+    """Regression: an empty target, as from an unset variable, was the working directory."""
     assert cli("run", "--target", "", "--", "true")[0] == 2
     assert "a target is empty" in cli.err
 
 
 def test_a_script_that_names_no_interpreter_is_for_sh(tmp_path: Path, cli: _Cli) -> None:
-    """As in any shell; the kernel says that it is no program."""
+    """Every shell does so; for the kernel the script is no program."""
     script = tmp_path / "make.sh"
     script.write_text('mkdir -p "$1" && echo x > "$1/file"\n')
     script.chmod(0o755)

@@ -1,4 +1,4 @@
-"""A blob that was damaged in the store: mounted, it shows only when somebody reads it."""
+"""A blob that was damaged in the store: a mount shows the damage only when it is read."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 def _request(tmp_path: Path) -> tuple[Request, Path]:
-    """A set-up whose result cannot be compressed, so that any byte of its blob counts."""
+    """Return a set-up whose result cannot be compressed, so that every byte of its blob counts."""
     source, target = tmp_path / "source", tmp_path / "env"
     source.write_bytes(os.urandom(400_000))
     text = f"echo run >> {tmp_path}/runs; mkdir -p {target}; cp -p {source} {target}/data"
@@ -58,7 +58,8 @@ def _fails_to_read(path: Path) -> bool:
 def test_the_next_start_says_it_and_replaces_it(
     tmp_path: Path, mounting: MakeNode, is_taken_off: bool
 ) -> None:
-    """A named bug: every start mounted it again, and every job ended by a signal."""
+    """Regression: every start mounted the damaged snapshot again, and every job was killed by a
+    signal."""
     request, target = _request(tmp_path)
     key = run_setup(mounting("a"), request).fingerprint
     shutil.rmtree(target)
@@ -75,7 +76,7 @@ def test_the_next_start_says_it_and_replaces_it(
     warnings = [line for line in said if line.startswith("warning: ")]
     assert any("do not match their digest" in line for line in warnings), said
     assert (target / "data").read_bytes() == (tmp_path / "source").read_bytes()
-    # And so for all other nodes.
+    # All other nodes get the replaced snapshot, too.
     shutil.rmtree(target)
     other = mounting("c")
     assert run_setup(other, request).mode == "mount"

@@ -1,4 +1,4 @@
-"""Two snapshots side by side, a snapshot and a disk, and snapshots that are damaged."""
+"""Comparison of two snapshots, or of a snapshot and a folder, with damaged snapshots, too."""
 
 import os
 import shutil
@@ -81,7 +81,7 @@ def test_what_differs_between_two_snapshots_and_from_the_disk(
     first = create_snapshot(node, [str(env)], "first")
     assert _compare(node, first, first).is_equal
     assert _compare(node, first, None).is_equal
-    # The same size: only the content tells. And another time alone is no difference.
+    # The same size, so only the content differs. Another time alone is no difference.
     _write(env, {"content": "2", "new": "12345"})
     os.utime(env / "same", (1, 1))
     (env / "mode").chmod(0o700)
@@ -174,6 +174,6 @@ def test_verify_names_what_is_damaged(tmp_path: Path, make_node: MakeNode, damag
             verifier = Verifier(store, quick=quick)
             assert verifier.check(whole.fingerprint).problems == ()
             found = verifier.check(damaged.fingerprint)
-            # Only reading finds a flipped bit.
+            # A flipped bit is found by reading only.
             assert len(found.problems) == (0 if quick and damage == "flip" else 1)
             assert Verifier(store).check("0" * 64).problems == ("it is gone",)

@@ -1,4 +1,4 @@
-"""A command that begins a mount's server before it knows whether it needs one."""
+"""A command that starts a mount's server before it knows whether it needs one."""
 
 import os
 import shutil
@@ -18,14 +18,15 @@ from tests.snapshots.conftest import MakeNode
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
-# What runs a set-up has no other child then. Each thread has its own, and may end meanwhile.
+# The process that runs a set-up has no other child then. Each of its threads lists its own
+# children, and may end meanwhile.
 _SET_UP = (
     'mkdir "$0" && echo $$ > "$0/shell" && '
     '{ cat /proc/$PPID/task/*/children > "$0/children" 2> /dev/null || true; }'
 )
 
 
-# What is for other commands, other modes or a server alone: a start waits for all that it loads.
+# Modules of other commands, other modes or servers are not loaded: a start waits for each import.
 _UNWANTED = (
     *(
         "asyncio",
@@ -77,7 +78,7 @@ main()
 
 
 def _bootseer(node: Settings, directory: Path, *arguments: str, code: str = "") -> str:
-    """What a command prints."""
+    """Run a command and return its output."""
     start = ["-c", code] if code else ["-m", "bootseer"]
     return subprocess.run(
         [sys.executable, *start, *arguments],
@@ -120,7 +121,8 @@ def test_a_restore_loads_no_more_than_it_needs(tmp_path: Path, make_node: MakeNo
 
 @pytest.mark.needs("root", "fuse")
 def test_it_ends_before_a_set_up_and_serves_as_itself(tmp_path: Path, make_node: MakeNode) -> None:
-    """Whoever ends processes by the command line of a start must not end its server."""
+    """The server has a command line of its own: tools that kill a start by its command line spare
+    it."""
     node, target = make_node("a"), tmp_path / "env"
 
     def run() -> None:
@@ -149,7 +151,7 @@ def test_none_is_begun_for_what_is_extracted(
     node, target = make_node("a"), tmp_path / "env"
     target.mkdir()
     key = create_snapshot(node, [str(target)]).fingerprint
-    # The command lets go of each server that it has begun.
+    # The command ends each server that it has started.
     restore = ("snapshot", "restore", key, "--mode", mode)
     told = _bootseer(node, tmp_path, *restore, code=_TELLING_END)
     sweep(tmp_path, node)

@@ -1,4 +1,4 @@
-"""run_setup: hits and misses, what decides, and targets of all kinds."""
+"""`run_setup`: hits and misses, the parts of a key, and targets of all kinds."""
 
 import os
 import shutil
@@ -86,7 +86,7 @@ def test_a_changed_mode_of_a_directory_is_noticed(tmp_path: Path, make_node: Mak
 
 
 def test_a_file_from_after_2262(tmp_path: Path, make_node: MakeNode) -> None:
-    """A named fault: a time that 64 bits of nanoseconds cannot hold ended the command."""
+    """Regression: a time beyond 64 bits of nanoseconds ended the command."""
     file = tmp_path / "env/file"
     text = f"mkdir {file.parent}; touch -d @9300000000 {file}"
     request = Request(command=["sh", "-ec", text], targets=[str(file.parent)])
@@ -128,7 +128,7 @@ def test_requirement_files_are_inputs(tmp_path: Path, make_node: MakeNode) -> No
     (tmp_path / "more/pins.txt").write_text("a==1\n")
     said: list[str] = []
     request = Request(
-        # pip is only a word here: what would run is `true`.
+        # pip is only a word of the command here, which runs `true`.
         command=["sh", "-c", "true || pip install -r requirements.txt; mkdir env"],
         targets=["env"],
         directory=str(tmp_path),
@@ -179,7 +179,7 @@ def test_targets_that_cannot_be_inferred(tmp_path: Path, make_node: MakeNode) ->
 
 
 def test_a_root_cannot_be_left(tmp_path: Path, make_node: MakeNode) -> None:
-    """Links of the image that point out of it are followed as the container would."""
+    """Links of the image that point out of its root are followed as in the container."""
     (tmp_path / "outside").mkdir()
     for name in ("a", "b"):
         request = rooted(tmp_path, name, "rm $ROOT/opt/env/file; echo in > $ROOT/real/x")
@@ -199,7 +199,7 @@ def test_a_root_cannot_be_left(tmp_path: Path, make_node: MakeNode) -> None:
 
 @pytest.mark.needs("root", "mount")
 def test_an_overlay_root(tmp_path: Path, make_node: MakeNode) -> None:
-    """A container's root: lower directories cannot be renamed, files are copied up."""
+    """In a container's root, lower directories cannot be renamed, and files are copied up."""
     lower = tmp_path / "lower"
     for folder in ("lib/pkg/old", "lib/pkg2"):
         (lower / "usr" / folder).mkdir(parents=True)
@@ -266,7 +266,7 @@ def test_a_mount_point_as_target(tmp_path: Path, make_node: MakeNode, kind: str)
             assert result.how == ("captured" if name == "a" else "restored")
             assert (target / "sub/x").read_text() == "x\n"
             assert sorted(os.listdir(target)) == ["file", "sub"]
-            # Its own time was that of the restore's last step in it.
+            # Regression: its time was that of the restore's last step.
             assert target.stat().st_mtime_ns == 1_000_000_000
         finally:
             subprocess.run(["umount", "-l", str(target)], check=False)
@@ -277,14 +277,15 @@ def test_a_mount_point_as_target(tmp_path: Path, make_node: MakeNode, kind: str)
     ("what", "part", "values"),
     [
         ("version", "interpreter", ("3.11.1", "3.12.1")),
-        # Environments name the place of their Python: on a node with another there was none.
+        # Regression: environments contain the path of their Python, which another node did not
+        # have.
         ("base_prefix", "installation", ("/opt/one", "/opt/two")),
     ],
 )
 def test_the_interpreter_is_part_of_the_key(
     tmp_path: Path, make_node: MakeNode, what: str, part: str, values: tuple[str, str]
 ) -> None:
-    """Two nodes with different Pythons on PATH must not share an environment."""
+    """Two nodes with different Pythons in their PATH must not share an environment."""
     said = []
     for value in values:
         shutil.rmtree(tmp_path / "env", ignore_errors=True)
@@ -308,7 +309,8 @@ def test_the_interpreter_is_part_of_the_key(
 def test_the_working_directory_as_target(
     tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """Who works in it, as the shell of an entrypoint may, sees what was restored."""
+    """A process whose working directory it is, such as an entrypoint's shell, sees the restored
+    files."""
     request = counted_request(tmp_path, "mkdir sub; echo x > sub/file", directory=str(tmp_path))
     request = replace(request, command=[*request.command[:3], f"cd env; {request.command[3]}"])
     target = tmp_path / "env"
@@ -331,7 +333,7 @@ def test_the_working_directory_as_target(
 def test_a_miss_says_what_has_changed_and_a_capture_that_it_began(
     tmp_path: Path, make_node: MakeNode
 ) -> None:
-    """Nobody could tell why a set-up ran again, nor what it did for minutes after its command."""
+    """Regression: users could not see why a set-up ran again, nor that a capture took minutes."""
     target, file = tmp_path / "env", tmp_path / "versions"
     request = Request(["cp", str(file), str(target)], targets=[str(target)])
     request = replace(request, command=["sh", "-ec", f"mkdir {target}; cp {file} {target}/"])
@@ -347,7 +349,7 @@ def test_a_miss_says_what_has_changed_and_a_capture_that_it_began(
     ended = [i for i, one in enumerate(said) if one.startswith("stored snapshot")]
     assert len(began) == len(ended) == 1
     assert began < ended
-    # Another environment altogether says nothing.
+    # A completely different environment is not compared.
     other = Request(["mkdir", str(tmp_path / "other")], targets=[str(tmp_path / "other")])
     said.clear()
     run_setup(make_node("a"), other, report=said.append)

@@ -1,4 +1,4 @@
-"""run_setup without a store, on full disks, with damage: the command has the last word."""
+"""`run_setup` without a store, on full disks, and with damage: the set-up command decides."""
 
 import os
 import shutil
@@ -55,7 +55,8 @@ def test_a_corrupt_snapshot_is_replaced(tmp_path: Path, make_node: MakeNode) -> 
 def test_a_manifest_that_was_changed_is_refused_and_replaced(
     tmp_path: Path, make_node: MakeNode
 ) -> None:
-    """Its deletions removed another file of the user's, and verify said ok."""
+    """Regression: a changed list of deletions removed another file, and verify reported no
+    damage."""
     env = tmp_path / "env"
 
     def prepare() -> None:
@@ -85,7 +86,8 @@ def test_a_manifest_that_was_changed_is_refused_and_replaced(
 
 @pytest.mark.needs("root")
 def test_a_full_disk(tmp_path: Path, make_node: MakeNode) -> None:
-    """Too small for the snapshot: nothing appears, and the command has the last word."""
+    """The disk is too small for the snapshot: no part of it appears, and the set-up's command
+    runs."""
     (tmp_path / "disk").mkdir()
     target = tmp_path / "disk/env"
     script = f"mkdir {target}; head -c 3000000 /dev/urandom > {target}/file"
@@ -107,7 +109,7 @@ def test_a_full_disk(tmp_path: Path, make_node: MakeNode) -> None:
 @pytest.mark.parametrize("where", ["nodes/a/cache", "store"])
 @pytest.mark.needs("root")
 def test_a_full_disk_elsewhere(tmp_path: Path, make_node: MakeNode, where: str) -> None:
-    """The set-up has run, and is not stored: one warning, which names the folder."""
+    """The set-up has run but is not stored: there is one warning, which names the folder."""
     target, small = tmp_path / "env", tmp_path / where
     script = (
         f"echo run >> {tmp_path}/runs; mkdir {target}; head -c 3000000 /dev/urandom > {target}/f"
@@ -123,14 +125,14 @@ def test_a_full_disk_elsewhere(tmp_path: Path, make_node: MakeNode, where: str) 
         (warning,) = [line for line in said if line.startswith("warning")]
         assert str(small) in warning
         assert "No space left" in warning
-        # What did not fit is not left lying there.
+        # The partial file is removed.
         assert not [
             path for path in small.rglob("*") if path.is_file() and path.stat().st_size > 9000
         ]
     finally:
         subprocess.run(["umount", "-l", str(small)], check=False)
     shutil.rmtree(target)
-    # The first one will not begin a store anew where one was.
+    # The first node does not make a new store where one was.
     assert run_setup(make_node("b"), request).how == "captured"
     assert runs(tmp_path) == 2
 

@@ -1,4 +1,4 @@
-"""Why a set-up runs: which part differs from which snapshot, and what a dry run says."""
+"""Reasons for running a set-up: the differences from stored snapshots, and the dry run."""
 
 import json
 import os
@@ -129,7 +129,7 @@ def test_explain_follows_a_set_up_through_its_life(tmp_path: Path, make_node: Ma
     assert [(one.part, one.note) for one in found.differences] == [
         (f"input {tmp_path}/input", "its contents have changed")
     ]
-    # Nothing but the folder of the environment, which we removed, has changed.
+    # Only the folder of the environment, which the test removed, has changed.
     assert _everything(tmp_path).items() <= before.items()
 
 
@@ -186,7 +186,7 @@ def test_a_snapshot_beyond_the_maximum_age_is_made_anew_once(
         shutil.rmtree(env)
         if name == "c":
             _make_older(node(name), key, 2 * 86_400)
-            # Nobody else minds.
+            # Other set-ups are not affected.
             assert _explain(make_node(name), request).outcome == RESTORE
             explained = _explain(node(name), request)
             assert (explained.outcome, "2 d ago" in explained.reason) == (RUN, True)
@@ -195,7 +195,7 @@ def test_a_snapshot_beyond_the_maximum_age_is_made_anew_once(
     assert (tmp_path / "runs").read_text() == "x\n" * 2
     assert (env / "f").read_text().startswith("2 ")
     assert any("2 d old" in sentence for sentence in said)
-    # What is in place counts as little as what is stored.
+    # An existing environment is ignored, as are stored ones.
     _make_older(node("d"), key, 2 * 86_400)
     assert run_setup(make_node("d"), request).how == "in place"
     explained = _explain(node("d"), request)

@@ -1,4 +1,4 @@
-"""The window of frames between store and extraction."""
+"""The window of frames between the store and extraction."""
 
 import random
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from tests.snapshots.conftest import MakeNode
 
 
 class _DamagingBackend:
-    """Flips bits in all that is read without the storage's own checks, or in all."""
+    """Backend that flips bits in all reads, or in those without the storage's own checks."""
 
     def __init__(self, backend: Backend, *, always: bool = False) -> None:
         self._backend = backend
@@ -74,7 +74,7 @@ def node(make_node: MakeNode) -> Settings:
 
 @pytest.fixture
 def packed(tmp_path: Path, node: Settings) -> Iterator[tuple[Store, str, Tree, bytes]]:
-    """(store, key, tree, content) of a blob with many frames."""
+    """Yield store, key, tree and content of a blob with many frames."""
     source = tmp_path / "source"
     source.mkdir()
     generator = random.Random(7)
@@ -118,7 +118,7 @@ def test_frames_that_no_run_has_are_read_one_by_one(
 def test_what_was_consumed_long_ago_can_be_read_again(
     packed: tuple[Store, str, Tree, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory has been used for others meanwhile."""
+    """The memory of the frame has been used for other frames meanwhile."""
     store, _, tree, content = packed
     monkeypatch.setattr(stored_frames, "KEPT_BYTES", 2**20)
     monkeypatch.setattr(stored_frames, "WINDOW_BYTES", 2**22)

@@ -1,4 +1,4 @@
-"""Environments that grew since a snapshot: what is fetched, kept and checked."""
+"""Environments that grew since a snapshot: fetched, kept and checked content."""
 
 import json
 import os
@@ -34,11 +34,12 @@ from tests.snapshots.conftest import MakeNode
 
 
 def _request(top: Path) -> tuple[Request, Path]:
-    """A set-up that makes an environment of the files in `top/wanted`, whose list is an input."""
+    """Return a set-up that makes an environment of the files in `top/wanted`; their list is an
+    input."""
     target = top / "env"
     (top / "wanted").mkdir(exist_ok=True)
     _add(top, "first", 3_000_000)
-    # What find(1) finds is not known to be an input.
+    # The files that find(1) finds are not known to be inputs.
     script = f"mkdir {target}; find {top}/wanted -type f -exec cp -t {target} {{}} +"
     command = ["sh", "-ec", script, str(top / "list")]
     return Request(command=command, targets=[str(target)], inputs=[str(top / "list")]), target
@@ -55,7 +56,7 @@ def _load(node: Settings, fingerprint: str) -> Manifest:
 
 
 def _grown(tmp_path: Path, node: Settings) -> tuple[Request, Path, Manifest, Manifest]:
-    """A set-up, its target, and its snapshots before and after a file was added."""
+    """Return a set-up, its target, and its snapshots before and after a file was added."""
     request, target = _request(tmp_path)
     first = run_setup(node, request)
     shutil.rmtree(target)
@@ -81,7 +82,7 @@ def test_a_node_that_has_read_the_earlier_one_fetches_the_difference(
         assert len((target / "first").read_bytes()) == 3_000_000
         unmount_snapshot(node, target)
         wait_gone(node)
-        # What would be fetched of it now would be found wrong.
+        # Content fetched from it now would be wrong.
         blob = tmp_path / "store" / blob_key(first.targets[0].blob.digest)
         blob.chmod(0o600)
         blob.write_bytes(bytes(blob.stat().st_size))
@@ -113,7 +114,7 @@ def test_a_grown_environment_in_each_mode(tmp_path: Path, make_node: MakeNode, m
 
 
 def test_another_environment_is_stored_whole(tmp_path: Path, make_node: MakeNode) -> None:
-    """At the same place, of the same kind, but most of it is new."""
+    """The environment has the same path and kind, but most of it is new."""
     node = make_node("a")
     request, target = _request(tmp_path)
     run_setup(node, request)
@@ -185,7 +186,7 @@ def test_without_its_base_a_snapshot_is_made_anew(
 def test_the_same_environment_in_another_folder_shares_its_content(
     tmp_path: Path, make_node: MakeNode
 ) -> None:
-    """Each folder with the same requirements was stored in full."""
+    """Regression: each folder with the same requirements was stored in full."""
     request, target = _request(tmp_path)
     first = run_setup(make_node("a"), request)
     other = tmp_path / "other"
@@ -221,7 +222,7 @@ def test_hostile_manifests_are_refused(tmp_path: Path, make_node: MakeNode) -> N
             target = decode(_edited(second, earlier=earlier)).targets[0]
             with pytest.raises(CorruptError, match="belongs to other blobs"):
                 catalogue.load_tree(store, target)
-        # A release that only knows version 1 does not look for it.
+        # A release that knows only version 1 does not look for it.
         document = json.loads(encode(second)) | {"version": 1}
         document["digest"] = members_digest(document, "digest")
         with pytest.raises(CorruptError, match="earlier blobs, which its version has not"):
@@ -236,7 +237,8 @@ def test_hostile_manifests_are_refused(tmp_path: Path, make_node: MakeNode) -> N
 def test_a_base_that_is_collected_meanwhile(
     tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look at it and the publishing: the new snapshot is stored whole then."""
+    """The base goes between its choice and the publication: the new snapshot is then stored
+    whole."""
     node = make_node("a")
     request, target = _request(tmp_path)
     first = _load(node, run_setup(node, request).fingerprint)

@@ -1,4 +1,4 @@
-"""What a set-up reads reaches its key, and what cannot be known is said."""
+"""Files that a set-up reads are in its key; a command with unknown inputs is reported."""
 
 import os
 import shutil
@@ -18,7 +18,8 @@ from bootseer.snapshots.key import Request, Resolved, resolve
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 
-# Each asks `python3` about itself: ours answers at once, a shim of pyenv's runs ten.
+# Each run asks `python3` about itself: this interpreter answers at once, while a shim of pyenv's
+# starts ten.
 _PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
@@ -61,7 +62,7 @@ def _script(path: Path, text: str) -> Path:
     ],
 )
 def test_scripts_decide(tmp_path: Path, command: list[str]) -> None:
-    """Of a script by its absolute path, or behind another program, nothing reached the key."""
+    """Regression: scripts with an absolute path, or behind another program, were not in the key."""
     words = [word.format(tmp_path) for word in command]
     path = f"{tmp_path}/job:{_PATH}"
     _script(tmp_path / "outer.sh", '"$(dirname "$0")/job/x.sh"')
@@ -116,7 +117,7 @@ def test_no_name_of_a_folder_hides_what_was_declared(tmp_path: Path, folder: str
         declared.add(key("true", inputs=["project"]))
         named.add(key("pip", "install", "./project", inputs=[]))
     assert len(declared) == 2
-    # Builds leave these beside a project's own files, and only there.
+    # Builds leave these folders beside a project's files, and only there.
     assert len(named) == (1 if folder in ("build", "dist") else 2)
 
 
@@ -163,7 +164,7 @@ def test_settings_of_pip_decide(tmp_path: Path, place: str, variables: dict[str,
     assert keys[0] == keys[1]
     assert keys[2] == keys[3]
     assert len(set(keys)) == 4
-    # A tool that does not read it does not care.
+    # Tools that do not read the variable are not affected.
     assert _key(tmp_path, "uv", "pip", "install", "a==1", **environ) == _key(
         tmp_path, "uv", "pip", "install", "a==1", **{**environ, "PIP_CONFIG_FILE": os.devnull}
     )
@@ -304,7 +305,7 @@ def test_comments_blank_lines_and_the_order_of_exact_versions_make_no_difference
     assert plain != key("-i https://x\na==1\nb==3\n")
     assert plain != key("-i https://x\n-i https://y\na==1\nb==2\n")
     assert key("-i https://x\n-i https://y\na==1\n") != key("-i https://y\n-i https://x\na==1\n")
-    # pip's search may find something else when it begins elsewhere.
+    # pip's search depends on the folder in which it begins.
     assert key("a\nb\n") != key("b\na\n")
     assert key("a\nb\n") == key("a # x\n\n   b\n")
 
@@ -323,7 +324,7 @@ def test_the_same_requirements_in_another_folder_are_the_same(tmp_path: Path) ->
     assert len(keys) == 1
     (tmp_path / "job-2/more.txt").write_text("b==3\n")
     assert _key(tmp_path, "pip", "install", "-r", "job-2/requirements.txt") not in keys
-    # Two of one name stay apart.
+    # Two files with one name are kept apart.
     both = ("pip", "install", "-r", "job-1/requirements.txt", "-r", "job-2/requirements.txt")
     before = _key(tmp_path, *both)
     (tmp_path / "job-1/requirements.txt").write_text("-r more.txt\na==2\n")
@@ -331,7 +332,7 @@ def test_the_same_requirements_in_another_folder_are_the_same(tmp_path: Path) ->
 
 
 def test_a_value_behind_env_is_refused(tmp_path: Path) -> None:
-    """It was taken for a variable called "A=b", which is never set."""
+    """Regression: "A=b" was taken for the name of a variable, which is never set."""
     request = Request(["true"], targets=["/x"], variables=["A=b"])
     with pytest.raises(InvalidInputError, match="takes a name"):
         resolve(request, lambda sentence: None)
@@ -360,7 +361,7 @@ def test_by_default_an_open_set_up_is_made_anew_after_a_week(
         shutil.rmtree(env)
         _aged(tmp_path / "store", 6.9)
         assert run_setup(make_node("b"), request).how == "restored"
-        # What is in place stays: to run it again on top would change nothing.
+        # The existing environment stays: running the set-up on top would change nothing.
         _aged(tmp_path / "store", 0.2)
         assert run_setup(make_node("b"), request).how == "in place"
         shutil.rmtree(env)
@@ -375,7 +376,7 @@ def test_by_default_an_open_set_up_is_made_anew_after_a_week(
 def test_a_set_up_that_cannot_be_made_anew_uses_what_there_is(
     tmp_path: Path, make_node: MakeNode
 ) -> None:
-    """By default a good snapshot must not be lost to an index that is away for a day."""
+    """A day without the package index must not lose a good snapshot by default."""
     env = tmp_path / "env"
     script = f"""
         mkdir {env}; echo half > {env}/half
@@ -396,7 +397,7 @@ def test_a_set_up_that_cannot_be_made_anew_uses_what_there_is(
     (warning,) = (sentence for sentence in said if sentence.startswith("warning"))
     assert "failed with exit code 1" in warning
     assert "is used once more, though it is 8 d old" in warning
-    # What somebody else has put there is never removed.
+    # Files that Bootseer did not put there are never removed.
     shutil.rmtree(env)
     env.mkdir()
     (env / "precious").touch()
@@ -408,7 +409,7 @@ def test_a_set_up_that_cannot_be_made_anew_uses_what_there_is(
 def test_who_has_waited_for_one_that_failed_uses_what_there_is(
     tmp_path: Path, make_node: MakeNode
 ) -> None:
-    """Else a thousand nodes run it one after the other, and each fails."""
+    """Otherwise a thousand nodes would run the failing set-up one after another."""
     env = tmp_path / "env"
     script = f"echo run >> {tmp_path}/runs; mkdir {env}; perl -e 1 || true"
     request = Request(["sh", "-c", script], [str(env)])

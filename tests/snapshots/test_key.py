@@ -14,7 +14,7 @@ _PARTS = st.lists(st.builds(Part, st.text(max_size=8), st.text(max_size=8)), max
 
 
 def test_the_encoding_never_changes() -> None:
-    """Keys live in stores: a release that computes others would miss every snapshot."""
+    """Stores contain keys: a release that computes others would miss every snapshot."""
     parts = [Part("salt", ""), Part("command", '["pip", "install", "x"]')]
     assert fingerprint(parts) == "47c89e17564996d8d04d54251ed0f531c7cead0153e36128d9674c38dd9e7617"
 
@@ -63,7 +63,7 @@ def test_no_secret_is_in_a_part() -> None:
 
 
 def test_a_guess_of_a_secret_costs_what_the_format_says() -> None:
-    """N = 16384, r = 8, p = 1 of scrypt: each guess takes some 40 ms and 16 MiB."""
+    """scrypt has N = 16384, r = 8, p = 1: each guess takes some 40 ms and 16 MiB."""
     parts = [Part("salt", ""), Part("command", '["login", "***"]')]
     salt = bytes.fromhex(fingerprint(parts))
     key = hashlib.scrypt(b'["hunter2", "A=b"]', salt=salt, n=16384, r=8, p=1, dklen=64)
@@ -97,7 +97,7 @@ def _inputs(folder: Path, *words: str) -> dict[str, str]:
 def test_wheels_that_a_requirements_file_names_decide(
     tmp_path: Path, line: str, place: str
 ) -> None:
-    """They were seen only where the command itself named their folder."""
+    """Regression: wheels counted only if the command itself named their folder."""
     wheels = tmp_path / "deep/wheels"
     wheels.mkdir(parents=True)
     (wheels / "a-1.whl").write_text("1")
@@ -115,7 +115,7 @@ def test_wheels_that_a_requirements_file_names_decide(
     "word", ["./project", "./project[dev,test]", "file://{}/project", "p[a]@file://{}/project#x=1"]
 )
 def test_projects_may_have_extras_and_be_called_by_a_url(tmp_path: Path, word: str) -> None:
-    """`pip install -e .[dev]` did not follow the project's own requirements."""
+    """Regression: the requirements of the project in `pip install -e .[dev]` were not followed."""
     word = word.format(tmp_path)
     (tmp_path / "project").mkdir()
     (tmp_path / "requirements.txt").write_text(f"-e {word}\n")
@@ -130,7 +130,8 @@ def test_projects_may_have_extras_and_be_called_by_a_url(tmp_path: Path, word: s
 
 
 def test_an_environment_inside_its_project_is_no_input(tmp_path: Path) -> None:
-    """Each start found another project, and ran the set-up on top of what was there."""
+    """Regression: each start found a changed project, and ran the set-up on top of the
+    environment."""
     (tmp_path / "setup.py").touch()
     request = Request(["pip", "install", "-e", "."], targets=["env"], directory=str(tmp_path))
     before = resolve(request, lambda sentence: None)
@@ -143,7 +144,7 @@ def test_an_environment_inside_its_project_is_no_input(tmp_path: Path) -> None:
 
 
 def test_a_wheel_that_was_built_again_decides(tmp_path: Path) -> None:
-    """Under the same name and with the same size it was not noticed."""
+    """Regression: a new wheel with the same name and size was not noticed."""
     wheels = tmp_path / "wheels"
     keys = set()
     for number in ("1", "2"):
@@ -155,7 +156,7 @@ def test_a_wheel_that_was_built_again_decides(tmp_path: Path) -> None:
 
 
 def test_of_a_very_large_folder_of_wheels_not_all_is_read(tmp_path: Path) -> None:
-    """Each start opened each of them, one after another."""
+    """Regression: each start opened all wheels, one after another."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     found = []
@@ -174,7 +175,7 @@ def test_of_a_very_large_folder_of_wheels_not_all_is_read(tmp_path: Path) -> Non
             (wheels / f"{name}.whl").write_text(text)
             keys.add(resolve(request, lambda sentence: None, tmp_path / "known").parts)
         found.append((before.is_open, len(keys), bool(before.unknown)))
-    # Of the last one only the size counts, and the key is open.
+    # Of the last wheel only the size counts, and the key is open.
     assert found == [(False, 4, False), (True, 3, True)]
 
 

@@ -1,4 +1,4 @@
-"""A process that is killed while its set-up runs: the set-up goes on, and nobody joins it."""
+"""Kills of the process that runs a set-up: the set-up goes on, and its result is not shared."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ def _start(node: Settings, request: Request) -> "subprocess.Popen[str]":
 def test_the_next_set_up_waits_for_the_orphan_of_the_first(
     tmp_path: Path, make_node: MakeNode
 ) -> None:
-    """A named bug: it began beside it, and what both had written was stored."""
+    """Regression: the next set-up began beside the orphan, and files of both were stored."""
     node = make_node("a")
     log, gate, target = tmp_path / "log", tmp_path / "gate", tmp_path / "env"
     os.mkfifo(gate)
@@ -53,7 +53,7 @@ def test_the_next_set_up_waits_for_the_orphan_of_the_first(
         gate.write_text("of the second\n")
         second.communicate(timeout=WAIT_S)
         assert second.returncode == 0
-    # What the orphan left is what the second one began on: it is in the key.
+    # The second set-up began on the orphan's files, which are in its key.
     with open_store(node.store_url) as store:
         (manifest,) = catalogue.list_all(store)
     assert any(
@@ -106,7 +106,7 @@ def test_directories_that_lie_in_one_another_share_a_lock(
 def test_a_set_up_within_a_set_up_waits_for_none(
     tmp_path: Path, make_node: MakeNode, inner: str
 ) -> None:
-    """It would wait for itself, for half an hour."""
+    """Otherwise it would wait for itself, for half an hour."""
     target = tmp_path / "env"
     words = snapshot_run(Request(command=["mkdir", f"{target}/x"], targets=[f"{target}/{inner}"]))
     text = f"mkdir -p {target}; {' '.join(words)} 2> {tmp_path}/said"
@@ -121,7 +121,7 @@ def test_a_set_up_within_a_set_up_waits_for_none(
 def test_what_another_node_has_stored_meanwhile_is_not_called_ours(
     tmp_path: Path, make_node: MakeNode
 ) -> None:
-    """A named bug: who had lost its lease said "stored snapshot"."""
+    """Regression: a node that had lost its lease reported "stored snapshot"."""
     node, target = make_node("a"), tmp_path / "env"
     away = tmp_path / "away"
     back = tmp_path / "store/snapshots"
@@ -129,12 +129,12 @@ def test_what_another_node_has_stored_meanwhile_is_not_called_ours(
     request = Request(command=["sh", "-ec", text], targets=[str(target)])
     key = run_setup(node, request).fingerprint
     shutil.rmtree(target)
-    # While the command runs, the snapshot that another node has made comes into sight.
+    # The snapshot of another node appears while the command runs.
     (tmp_path / "store/snapshots").rename(away)
     said: list[str] = []
     again = run_setup(make_node("b"), request, report=said.append)
     assert (again.how, again.fingerprint) == ("ran", key)
     assert any(line.startswith("warning: another node has stored snapshot") for line in said)
     assert not any(line.startswith("stored snapshot") for line in said)
-    # What it made is as good: the next start finds it in place.
+    # The result is as good as the stored one: the next start finds it in place.
     assert run_setup(make_node("b"), request).how == "in place"

@@ -1,4 +1,4 @@
-"""What a target holds by the layers of its root is what a scan of it finds."""
+"""The content of a target by the layers of its root equals that of a scan."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.needs("mount")
 
 
 def _make_lower(lower: Path) -> None:
-    """Names that `_PATHS` meet, and some beside them."""
+    """Make names that `_PATHS` refer to, and some beside them."""
     for top in ("a", "b"):
         for below in ("a", "b"):
             (lower / "t" / top / below).mkdir(parents=True)
@@ -48,7 +48,7 @@ def mounting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module", params=["", ",redirect_dir=on"])
 def overlay(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> "Overlay":
-    """For tests that are the same with either kind of attributes."""
+    """Overlay with either kind of attributes."""
     return _made_overlay(tmp_path_factory, request.param)
 
 
@@ -67,7 +67,7 @@ class Overlay:
         self.may_redirect = "redirect" in options
 
     def layers(self) -> contextlib.AbstractContextManager[Layers]:
-        """A fresh overlay over the lower directory."""
+        """Mount a new overlay over the lower directory."""
         return overlay_over(self.base / "lower", self.options, lambda: self.tree)
 
 
@@ -97,7 +97,7 @@ def _remove(path: Path) -> None:
 
 
 def _do(top: Path, operation: str, one: str, other: str) -> None:
-    """What is not possible here is left out."""
+    """Do an operation, or nothing if it is impossible here."""
     path, second = top / one, top / other
     with contextlib.suppress(OSError):
         if operation in ("write", "append", "open") and path.is_fifo():
@@ -141,7 +141,8 @@ def _do(top: Path, operation: str, one: str, other: str) -> None:
 
 
 def _comparable(found: Scan) -> Scan:
-    """Overlayfs numbers directories anew whenever it likes."""
+    """Return the scan without directories' inode numbers, which overlayfs may change at any
+    time."""
     return {
         path: entry._replace(inode=0) if stat.S_ISDIR(entry.mode) else entry
         for path, entry in found.items()
@@ -149,7 +150,10 @@ def _comparable(found: Scan) -> Scan:
 
 
 def _settled(target: Path) -> Scan:
-    """Reading a directory may take overlayfs's "impure" off it, which changes its ctime."""
+    """Return a scan after overlayfs's "impure" attributes have settled.
+
+    Reading a directory may remove the attribute, which changes the directory's ctime.
+    """
     scan(target)
     return scan(target)
 
@@ -181,13 +185,13 @@ def test_what_was_written_is_found_as_by_a_scan(
         wanted = diff(before, after)
         found = diff(known, scan_after(layers, target, known))
         assert found.deleted == wanted.deleted
-        # The lower directory is no served tree, so after a scan files of it seem to be changed.
+        # The lower directory is no served tree, so a scan makes its files look changed.
         if not mounting.may_redirect:
             assert found.packed_paths() == wanted.packed_paths()
 
 
 def test_directories_that_come_and_go(overlay: Overlay) -> None:
-    """The target itself, and those above it."""
+    """Among them are the target itself and the directories above it."""
     with overlay.layers() as layers:
         target = layers.root / "x/y"
         assert scan_before(layers, target) == {}
@@ -228,7 +232,7 @@ def test_where_the_layers_do_not_tell_a_scan_does(
         before = scan(target)
         assert scan_before(layers, target).keys() == before.keys()
         assert scan_after(layers, target, before) is before
-        # As of a served tree.
+        # As for a served tree.
         unseen = {path: entry._replace(device=0, inode=0) for path, entry in before.items()}
         assert not caplog.messages
 
@@ -236,7 +240,7 @@ def test_where_the_layers_do_not_tell_a_scan_does(
             caplog.clear()
             assert _comparable(scan_after(layers, target, before)) == _comparable(scan(target))
             assert reason in caplog.text
-            # Nor then does what nobody has looked at seem to be changed.
+            # Nor do files look changed then that no process has read.
             wanted, found = diff(before, scan(target)), scan_after(layers, target, unseen)
             assert diff(unseen, found).packed_paths() == wanted.packed_paths()
             assert scan_before(layers, target) == scan(target)
@@ -253,7 +257,7 @@ def test_where_the_layers_do_not_tell_a_scan_does(
             (target / "a").rename(target / "e")
             (target / "b/a").rename(target / "a")
             check("trusted.overlay.redirect")
-        # As of a kernel that we do not know.
+        # As on an unknown kernel.
         (target / "b/new").touch()
         os.setxattr(layers.upper / "t/b", "trusted.overlay.future", b"y")
         shutil.rmtree(target / "e", ignore_errors=True)

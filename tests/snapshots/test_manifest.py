@@ -43,7 +43,7 @@ def test_a_manifest_survives_encoding() -> None:
 
 
 def _sealed(document: dict[str, Any]) -> bytes:
-    """The document with the digest of what it says, as docs/format/snapshot.md has it."""
+    """Return the document with its digest, as docs/format/snapshot.md describes it."""
     document.pop("digest", None)
     data = json.dumps(document, sort_keys=True, separators=(",", ":"))
     digest = "sha256:" + hashlib.sha256(data.encode()).hexdigest()
@@ -84,7 +84,7 @@ def test_the_digest_is_the_one_of_the_format() -> None:
     ],
 )
 def test_nothing_can_change_without_being_noticed(path: tuple[Any, ...], value: Any) -> None:
-    """A changed deletion deleted another file, and verify said ok."""
+    """Regression: a changed deletion deleted another file, and verify reported no damage."""
     data = json.dumps(_edited(path, value)).encode()
     with pytest.raises(CorruptError, match=f"manifest {_MANIFEST.fingerprint} does not match"):
         decode(data, _MANIFEST.fingerprint)

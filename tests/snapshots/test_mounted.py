@@ -1,4 +1,4 @@
-"""Snapshots that are mounted: what a job sees, what it writes, and how they are taken off."""
+"""Mounted snapshots: reads and writes of a job, and unmounting."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ from testbed.mounts.snapshot_mounts import wait_gone
 from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.crash_driver import DELTA, make_base
-from tests.snapshots.support.mounted_jobs import captured, runs, small
+from tests.snapshots.support.mounted_jobs import capture_and_remove, runs, small_setup
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -37,7 +37,7 @@ def test_a_mounted_tree_is_the_original(tmp_path: Path, covering: MakeNode) -> N
         command=["cp", "-a", str(tmp_path / "zoo"), str(target)], targets=[str(target)]
     )
     original = describe(tmp_path / "zoo")
-    captured(covering("a"), request, target)
+    capture_and_remove(covering("a"), request, target)
     node = covering("b")
     said: list[str] = []
     result = run_setup(node, request, report=said.append)
@@ -68,14 +68,14 @@ def test_a_mounted_difference_is_the_original(tmp_path: Path, covering: MakeNode
     assert differences(original, describe(target)) == []
     assert run_setup(node, request).how == "in place"
     unmount_snapshot(node, target)
-    # Nothing of it was touched.
+    # The mount was not changed.
     assert differences(base, describe(target)) == []
     wait_gone(node)
 
 
 def test_what_a_job_writes_goes_with_the_mount(tmp_path: Path, covering: MakeNode) -> None:
-    request, target = small(tmp_path)
-    captured(covering("a"), request, target)
+    request, target = small_setup(tmp_path)
+    capture_and_remove(covering("a"), request, target)
     node = covering("b")
     run_setup(node, request)
     (target / "d/file").write_text("changed")
@@ -87,13 +87,13 @@ def test_what_a_job_writes_goes_with_the_mount(tmp_path: Path, covering: MakeNod
     assert (target / "d/file").read_text() == "hello\n"
     assert sorted(os.listdir(target)) == ["d"]
     assert runs(tmp_path) == 1
-    # What was written to is not what was asked for, and a set-up finds it as it is.
+    # A mount with changes does not fit the request: the set-up runs on top of it.
     (target / "new").write_text("new")
     assert run_setup(node, request).how == "captured"
     assert runs(tmp_path) == 2
     assert (target / "new").read_text() == "new"
     assert not unmount_snapshot(node, target)
-    # An empty one fits again, and is mounted on top of what was emptied.
+    # An emptied mount fits again, and the snapshot is mounted on top of it.
     run_setup(node, request)
     shutil.rmtree(target / "d")
     run_setup(node, request)
@@ -102,8 +102,8 @@ def test_what_a_job_writes_goes_with_the_mount(tmp_path: Path, covering: MakeNod
 
 
 def test_unmounting(tmp_path: Path, covering: MakeNode) -> None:
-    request, target = small(tmp_path)
-    captured(covering("a"), request, target)
+    request, target = small_setup(tmp_path)
+    capture_and_remove(covering("a"), request, target)
     node = covering("b")
     with pytest.raises(InvalidInputError, match="no snapshot is mounted"):
         unmount_snapshot(node, target)
@@ -111,7 +111,7 @@ def test_unmounting(tmp_path: Path, covering: MakeNode) -> None:
     with (target / "d/file").open() as file:
         with pytest.raises(BusyError, match="--lazy"):
             unmount_snapshot(node, target)
-        # Also by the name of a link, which was not found.
+        # Regression: a mount could not be unmounted by a symbolic link to it.
         link = tmp_path / "link"
         link.symlink_to(target)
         unmount_snapshot(node, link, lazy=True)
@@ -120,12 +120,12 @@ def test_unmounting(tmp_path: Path, covering: MakeNode) -> None:
 
 
 def test_unmounting_what_runs_this_command(tmp_path: Path, covering: MakeNode) -> None:
-    """The user's processes were blamed for it."""
-    request, target = small(tmp_path)
-    captured(covering("a"), request, target)
+    """Regression: the message blamed the user's processes."""
+    request, target = small_setup(tmp_path)
+    capture_and_remove(covering("a"), request, target)
     node = covering("b")
     run_setup(node, request)
-    # As the loader does with libraries and the interpreter itself.
+    # The loader does this with libraries and the interpreter itself.
     with (target / "d/file").open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ):
         file.close()
         with pytest.raises(BusyError, match="the Python that runs this command lies in it"):
@@ -155,7 +155,7 @@ def test_compiled_files_stay_valid_and_a_second_node_replays(
         os.utime(path, ns=(10**18, 10**18))
     text = f"cp -a {source.parent} {target}; {sys.executable} -m compileall -q {target}"
     request = Request(command=["sh", "-ec", text], targets=[str(target)])
-    captured(mounting("a"), request, target)
+    capture_and_remove(mounting("a"), request, target)
     code = _IMPORT.format(path=str(target))
     faults = []
     for name in ("b", "c"):
@@ -173,7 +173,7 @@ def test_compiled_files_stay_valid_and_a_second_node_replays(
         assert status["moved"]["fetched_bytes"] < 5_000_000
         unmount_snapshot(node, target)
         wait_gone(node)
-    # One that comes before what is fetched ahead is none of the replay's.
+    # A read before the prefetch is not counted as the replay's.
     assert faults[0] > faults[1]
 
 

@@ -1,4 +1,4 @@
-"""A mount of a snapshot whose index was made by somebody with bad intentions."""
+"""Mounts of snapshots with a hostile index."""
 
 import shutil
 from pathlib import Path
@@ -31,8 +31,7 @@ pytestmark = pytest.mark.needs("mount", "fuse")
 def test_hostile_names_are_never_shown(
     tmp_path: Path, make_node: MakeNode, name: bytes, problem: str
 ) -> None:
-    """The names are checked while the server begins: it must not outlive what they are found
-    to be."""
+    """The names are checked while the server begins; the server must end if they are hostile."""
     target = tmp_path / "env"
     target.mkdir()
     (target / ("f" * len(name))).write_text("content")
@@ -54,7 +53,7 @@ def test_hostile_names_are_never_shown(
             restore_snapshot(node, manifest.fingerprint)
         assert cover_at(target) is None
         assert not target.exists()
-        # The server removes its folder at last, when it is known to end already.
+        # The server removes its folder last, when its end is already known.
         wait_for(lambda: not list(mounts_dir(node.run_dir).iterdir()), "the folder's end")
     finally:
         sweep(tmp_path, node)

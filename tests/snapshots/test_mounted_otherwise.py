@@ -1,4 +1,4 @@
-"""Where a snapshot cannot be mounted, or not as it is: another way, and it is said."""
+"""Fallbacks where a snapshot cannot be mounted, or not in the usual way, with a message."""
 
 import shutil
 import subprocess
@@ -17,11 +17,11 @@ from testbed.mounts.snapshot_mounts import WAIT_S, servers, wait_gone
 from testbed.users import as_ordinary_user, give_to_nobody
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import (
-    captured,
+    capture_and_remove,
     done_by,
     environment_of,
     runs,
-    small,
+    small_setup,
     snapshot_run,
 )
 
@@ -29,10 +29,10 @@ pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 def test_a_failed_mount_is_extracted(tmp_path: Path, mounting: MakeNode) -> None:
-    request, target = small(tmp_path)
-    captured(mounting("a"), request, target)
+    request, target = small_setup(tmp_path)
+    capture_and_remove(mounting("a"), request, target)
     node = mounting("b")
-    # What is at /dev/fuse can be opened, and does not mount.
+    # This /dev/fuse can be opened, but does not mount.
     hide = 'mount --bind /dev/null /dev/fuse; exec "$@"'
     done = done_by(
         ["unshare", "--mount", "sh", "-ec", hide, "sh", *snapshot_run(request)],
@@ -46,9 +46,10 @@ def test_a_failed_mount_is_extracted(tmp_path: Path, mounting: MakeNode) -> None
 
 
 def test_a_cache_on_an_overlay(tmp_path: Path, mounting: MakeNode) -> None:
-    """As in most containers: it cannot take what is written, so that goes to memory."""
-    request, target = small(tmp_path)
-    captured(mounting("a"), request, target)
+    """A cache in a container is on an overlay, which cannot hold another one's changes: memory
+    does."""
+    request, target = small_setup(tmp_path)
+    capture_and_remove(mounting("a"), request, target)
     node = mounting("b")
     script = (
         "mkdir lower upper work merged; "
@@ -68,11 +69,11 @@ def test_a_cache_on_an_overlay(tmp_path: Path, mounting: MakeNode) -> None:
 
 def test_without_root_it_is_extracted(mounting: MakeNode) -> None:
     node = mounting("b")
-    # Not below pytest's own folder, which others may not enter.
+    # Not below pytest's folder, which other users may not enter.
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
         give_to_nobody(home)
-        request, target = small(home)
+        request, target = small_setup(home)
         environment = {**environment_of(node), "HOME": name}
         for folder in ("STORE", "CACHE_DIR", "RUN_DIR"):
             environment[f"BOOTSEER_{folder}"] = str(home / folder)
@@ -92,9 +93,9 @@ def test_without_root_it_is_extracted(mounting: MakeNode) -> None:
 
 
 def test_a_damaged_copy_of_the_index_is_fetched_again(tmp_path: Path, mounting: MakeNode) -> None:
-    """A named bug: it was taken for a damaged snapshot, and the set-up ran anew."""
-    request, target = small(tmp_path)
-    captured(mounting("a"), request, target)
+    """Regression: the copy was taken for a damaged snapshot, and the set-up ran again."""
+    request, target = small_setup(tmp_path)
+    capture_and_remove(mounting("a"), request, target)
     node = mounting("b")
     run_setup(node, request)
     unmount_snapshot(node, target)
@@ -105,8 +106,8 @@ def test_a_damaged_copy_of_the_index_is_fetched_again(tmp_path: Path, mounting: 
 
 
 def test_a_snapshot_whose_blob_is_gone_is_made_anew(tmp_path: Path, mounting: MakeNode) -> None:
-    request, target = small(tmp_path)
-    captured(mounting("a"), request, target)
+    request, target = small_setup(tmp_path)
+    capture_and_remove(mounting("a"), request, target)
     for path in (tmp_path / "store/blobs").rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[:-1])
@@ -117,7 +118,7 @@ def test_a_snapshot_whose_blob_is_gone_is_made_anew(tmp_path: Path, mounting: Ma
 
 
 def test_a_target_with_a_mount_inside_is_extracted(tmp_path: Path, mounting: MakeNode) -> None:
-    request, target = small(tmp_path)
+    request, target = small_setup(tmp_path)
     inner = target / "inner"
     inner.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(inner)], check=True, timeout=WAIT_S)
@@ -136,8 +137,8 @@ def test_a_target_with_a_mount_inside_is_extracted(tmp_path: Path, mounting: Mak
 
 
 def test_the_way_is_reported(tmp_path: Path, mounting: MakeNode) -> None:
-    request, target = small(tmp_path)
-    captured(mounting("a"), request, target)
+    request, target = small_setup(tmp_path)
+    capture_and_remove(mounting("a"), request, target)
     node = replace(mounting("b"), restore_mode="auto")
     result = run_setup(node, request)
     assert (result.mode, result.mode_reason) == ("extract", "it is small")

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 def _job(node: Settings, target: Path, count: int) -> "subprocess.Popen[str]":
-    """`bootseer run` with `count` set-ups of one folder, which then waits for its input's end."""
+    """Start `bootseer run` with `count` set-ups of one folder; it then waits for its input's
+    end."""
     words = [sys.executable, "-m", "bootseer", "run", "--target", str(target)]
     for number in range(count):
         words += ["--setup", f"mkdir -p {target}; echo {number} > {target}/file{number}"]
@@ -44,7 +45,7 @@ def _wait_ready(job: "subprocess.Popen[str]") -> None:
 
 
 def _captured(node: Settings, target: Path, count: int) -> None:
-    """All snapshots are in the store, and the target is gone."""
+    """Store all snapshots and remove the target."""
     with _job(node, target, count) as job:
         _wait_ready(job)
         job.communicate("", WAIT_S)
@@ -59,7 +60,7 @@ def _is_left(target: Path) -> bool:
 def test_nothing_is_left_of_several_set_ups_on_one_folder(
     tmp_path: Path, covering: MakeNode, end: str, count: int
 ) -> None:
-    """A named bug: the lower mount stayed for ever, and its server with it."""
+    """Regression: the lower mount and its server stayed for ever."""
     target = tmp_path / "env"
     _captured(covering("a"), target, count)
     node = covering("b")
@@ -82,7 +83,7 @@ def test_nothing_is_left_of_several_set_ups_on_one_folder(
 
 
 def test_a_mount_below_one_that_is_used_is_waited_for(tmp_path: Path, covering: MakeNode) -> None:
-    """Its server waits for who uses the upper one, since it cannot be taken off before."""
+    """Its server waits for users of the upper mount, since that cannot be unmounted before."""
     target = tmp_path / "env"
     _captured(covering("a"), target, 2)
     node = covering("b")
@@ -102,7 +103,7 @@ def test_a_mount_below_one_that_is_used_is_waited_for(tmp_path: Path, covering: 
 
 
 def test_what_lies_on_top_is_told_by_the_mounts_numbers() -> None:
-    """What another namespace mounts comes in below what is there, and is listed last."""
+    """Mounts that propagate from another namespace go below existing ones, but are listed last."""
     line = "%d %d 0:40 / /env rw - overlay bootseer-cover:%s rw\n"
     table = (line % (12, 20, "first") + line % (20, 1, "came-in-later")).encode()
     assert [(one.id, one.is_topmost) for one in parse_covers(table)] == [

@@ -1,4 +1,4 @@
-"""Who keeps a mounted snapshot, who ends it, and what kills leave."""
+"""Users of mounted snapshots: the end of the last one, and kills."""
 
 import contextlib
 import os
@@ -28,11 +28,11 @@ from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import (
     SetupProcess,
-    captured,
+    capture_and_remove,
     done_by,
     environment_of,
     runs,
-    small,
+    small_setup,
     snapshot_run,
     wait_uncovered,
 )
@@ -41,15 +41,15 @@ pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 def test_it_stays_while_any_of_its_jobs_lives(tmp_path: Path, covering: MakeNode) -> None:
-    request, target = small(tmp_path)
-    captured(covering("a"), request, target)
+    request, target = small_setup(tmp_path)
+    capture_and_remove(covering("a"), request, target)
     node = covering("b")
     with SetupProcess(node, request) as one, SetupProcess(node, request) as other:
         assert (one.how, other.how) == ("restored", "in place")
         assert other.ready_name_count == (node.restore_mode == "mount")
         pids = _server_pids(node)
         one.end()
-        # A server that had made a mistake would have ended instead.
+        # A server that was wrong would have ended instead.
         wait_for(lambda: _is_watched(other.pid, pids), "a look at who else uses the mount")
         assert _server_pids(node) == pids
         assert (target / "d/file").read_text() == "hello\n"
@@ -62,7 +62,7 @@ def test_it_stays_while_any_of_its_jobs_lives(tmp_path: Path, covering: MakeNode
 
 
 def _server_pids(node: Settings) -> list[int]:
-    """The processes that serve the only mount of a node, and take it off."""
+    """Return the ids of the processes that serve the only mount of a node."""
     ((state_dir, state),) = live_mounts(node.run_dir)
     pids = [state.pid]
     if node.restore_mode == "mount":
@@ -71,7 +71,7 @@ def _server_pids(node: Settings) -> list[int]:
 
 
 def _is_watched(pid: int, watchers: list[int]) -> bool:
-    """Whether one of these processes has a pidfd of `pid`: pidfd_open(2)."""
+    """Return whether one of `watchers` has a pidfd of `pid` (pidfd_open(2))."""
     for watcher in watchers:
         for path in Path(f"/proc/{watcher}/fdinfo").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -83,14 +83,14 @@ def _is_watched(pid: int, watchers: list[int]) -> bool:
 def test_a_job_that_comes_and_goes_does_not_end_what_was_to_stay(
     tmp_path: Path, mounting: MakeNode
 ) -> None:
-    request, target = small(tmp_path)
-    captured(mounting("a"), request, target)
+    request, target = small_setup(tmp_path)
+    capture_and_remove(mounting("a"), request, target)
     node = mounting("b")
     with SetupProcess(node, request) as job:
         assert run_setup(node, request).how == "in place"
         job.end()
     ((state_dir, _),) = live_mounts(node.run_dir)
-    # Neither does a new worker, which finds its first user gone.
+    # A new worker, whose first user has ended, does not end, either.
     os.kill(int(ask(state_dir, "status")["worker_pid"]), signal.SIGKILL)
     assert run_program(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
     assert cover_at(target) is not None
@@ -99,8 +99,8 @@ def test_a_job_that_comes_and_goes_does_not_end_what_was_to_stay(
 
 
 def test_nodes_that_start_at_once_share_one_mount(tmp_path: Path, covering: MakeNode) -> None:
-    request, target = small(tmp_path)
-    captured(covering("a"), request, target)
+    request, target = small_setup(tmp_path)
+    capture_and_remove(covering("a"), request, target)
     node = covering("b")
 
     def start(_: int) -> SetupResult:
@@ -113,8 +113,8 @@ def test_nodes_that_start_at_once_share_one_mount(tmp_path: Path, covering: Make
 
 
 def test_a_killed_server_costs_a_new_mount(tmp_path: Path, covering: MakeNode) -> None:
-    request, target = small(tmp_path)
-    captured(covering("a"), request, target)
+    request, target = small_setup(tmp_path)
+    capture_and_remove(covering("a"), request, target)
     node = covering("b")
     run_setup(node, request)
     state_dir = _kill_server(node)
@@ -129,10 +129,10 @@ def test_a_killed_server_costs_a_new_mount(tmp_path: Path, covering: MakeNode) -
 def test_a_server_that_is_being_killed_costs_a_new_mount(
     tmp_path: Path, mounting: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its threads end one after the other, the last one with its lock: what it had mounted seemed
-    to live, and the set-up failed on it."""
-    request, target = small(tmp_path)
-    captured(mounting("a"), request, target)
+    """Regression: while a killed server's threads end, its lock is still held; the set-up failed on
+    it."""
+    request, target = small_setup(tmp_path)
+    capture_and_remove(mounting("a"), request, target)
     node = mounting("b")
     run_setup(node, request)
     state_dir = _kill_server(node)
@@ -150,7 +150,7 @@ def test_a_server_that_is_being_killed_costs_a_new_mount(
 
 
 def _kill_server(node: Settings) -> Path:
-    """The folder of the only server, of which nobody is left who could serve."""
+    """Kill the only server with its supervisor; return its folder."""
     ((state_dir, _),) = live_mounts(node.run_dir)
     pids = _server_pids(node)
     for pid in pids:
@@ -162,10 +162,12 @@ def _kill_server(node: Settings) -> Path:
 def test_a_killed_server_is_cleaned_up_where_it_has_mounted(
     tmp_path: Path, covering: MakeNode
 ) -> None:
-    """A named fault: a job's own view removed the files below an overlay that stayed on the host;
-    each later set-up there failed, and what it left was stored."""
-    request, target = small(tmp_path)
-    captured(covering("a"), request, target)
+    """Regression: a job in its own view removed the files below an overlay that stayed on the host.
+
+    Each later set-up there failed, and its remains were stored.
+    """
+    request, target = small_setup(tmp_path)
+    capture_and_remove(covering("a"), request, target)
     node = covering("b")
     run_setup(node, request)
     state_dir = _kill_server(node)
@@ -186,9 +188,10 @@ def test_a_killed_server_is_cleaned_up_where_it_has_mounted(
 def test_who_keeps_a_tree_watches_its_first_user_before_that_may_end(
     tmp_path: Path, mounting: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that ended at once was gone when it was looked for, and what it had linked with it."""
-    request, target = small(tmp_path)
-    captured(mounting("a"), request, target)
+    """Regression: a run that ended at once was not found, and its linked environment was
+    removed."""
+    request, target = small_setup(tmp_path)
+    capture_and_remove(mounting("a"), request, target)
     node = replace(mounting("b"), restore_mode="link")
     if can_reflink(tmp_path):
         raise MissingError("files here can share their blocks: nobody keeps a tree to link them")
@@ -210,8 +213,8 @@ def test_who_keeps_a_tree_watches_its_first_user_before_that_may_end(
 def test_a_run_that_is_killed_leaves_nothing_mounted(
     tmp_path: Path, covering: MakeNode, step: str
 ) -> None:
-    request, target = small(tmp_path)
-    captured(covering("a"), request, target)
+    request, target = small_setup(tmp_path)
+    capture_and_remove(covering("a"), request, target)
     node = covering("b")
     before = {"served": "make_private_directory", "covered": "add_user"}[step]
     code = (
@@ -223,7 +226,7 @@ def test_a_run_that_is_killed_leaves_nothing_mounted(
     )
     killed = done_by([sys.executable, "-c", code, *snapshot_run(request)[3:]], environment_of(node))
     assert killed.returncode == -signal.SIGKILL
-    # The next run need not wait for the server to see it.
+    # The next run does not wait for the server to notice the end.
     again = run_setup(node, request)
     assert (again.how, again.mode, runs(tmp_path)) == ("restored", node.restore_mode, 1)
     assert (target / "d/file").read_text() == "hello\n"

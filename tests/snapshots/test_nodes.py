@@ -1,4 +1,4 @@
-"""run_setup on several nodes at once: one runs the command, whatever becomes of it."""
+"""`run_setup` on several nodes at once: exactly one runs the command, also after faults."""
 
 import shutil
 import threading
@@ -22,8 +22,11 @@ from tests.snapshots.support.counted import counted_request, rooted, runs
 
 
 class _Meeting:
-    """A step of a set-up's command that ends once each of `count` nodes runs the set-up, or waits
-    for it: however slow the machine is, they are at it at once."""
+    """Step of a set-up's command that ends once each of `count` nodes runs the set-up or waits for
+    it.
+
+    All nodes are then in the set-up at once, however slow the machine is.
+    """
 
     def __init__(self, tmp_path: Path, count: int) -> None:
         self._all_here = tmp_path / "all-here"
@@ -33,7 +36,7 @@ class _Meeting:
         self.script = f"for i in $(seq 3000); do {look} && break; sleep 0.02; done; {look}"
 
     def hear(self, name: str, sentence: str) -> None:
-        """Take note of a sentence that a node reports. Any thread."""
+        """Note a message of a node. Any thread."""
         if "running the set-up" in sentence or sentence.endswith("; waiting"):
             self._names.add(name)
         if len(self._names) == self._count:
@@ -45,7 +48,7 @@ def _on_nodes(
     meeting: _Meeting | None = None,
     said: dict[str, list[str]] | None = None,
 ) -> dict[str, SetupResult]:
-    """`said` gets what each node says."""
+    """Run the set-ups at once; `said` gets the messages of each node."""
     results: dict[str, SetupResult] = {}
 
     def run(name: str) -> None:
@@ -76,7 +79,7 @@ def test_many_nodes_at_once_run_it_once(tmp_path: Path, make_node: MakeNode) -> 
     requests = {name: (make_node(name), rooted(tmp_path, name, meeting.script)) for name in names}
     results = _on_nodes(requests, meeting, said)
     assert runs(tmp_path) == 1
-    # What others took is told apart from what the restore took.
+    # The time of other nodes is reported apart from the restore's.
     for name, sentences in said.items():
         has_waited = any(sentence.endswith("; waiting") for sentence in sentences)
         assert has_waited == (results[name].how == "restored")
@@ -90,7 +93,7 @@ def test_many_nodes_at_once_run_it_once(tmp_path: Path, make_node: MakeNode) -> 
 def test_other_set_ups_at_once_do_not_wait_for_one_another(
     tmp_path: Path, make_node: MakeNode
 ) -> None:
-    """Each of two nodes waits, in its command, until that of the other one has begun."""
+    """The command of each of two nodes waits until the other one's has begun."""
     begun = {name: tmp_path / f"begun-{name}" for name in ("a", "b")}
     requests = {}
     for name, other in (("a", "b"), ("b", "a")):
@@ -105,13 +108,13 @@ def test_other_set_ups_at_once_do_not_wait_for_one_another(
 
 
 class _ClocksOfNodes:
-    """The time module, as nodes see it whose clocks are an hour ahead or behind."""
+    """Module `time` for nodes whose clocks are an hour ahead or behind."""
 
     monotonic = staticmethod(time.monotonic)
 
     @staticmethod
     def time_ns() -> int:
-        """Of the node that this thread is."""
+        """Return the time of the node of this thread."""
         hours = {"ahead": 1, "behind": -1}.get(threading.current_thread().name, 0)
         return time.time_ns() + hours * 3600 * 10**9
 
@@ -119,14 +122,14 @@ class _ClocksOfNodes:
 def test_clocks_that_differ_cost_time_and_no_more(
     tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node may take over a lease that is held, and lose its own; nothing else goes wrong."""
+    """A node may take over a held lease, or lose its own; nothing else goes wrong."""
     monkeypatch.setattr(lease, "time", _ClocksOfNodes)
     names = ["exact", "ahead", "behind"]
     meeting = _Meeting(tmp_path, len(names))
     requests = {name: (make_node(name), rooted(tmp_path, name, meeting.script)) for name in names}
     results = _on_nodes(requests, meeting)
     assert "captured" in {result.how for result in results.values()}
-    # One that lost its lease finds another's snapshot stored.
+    # A node that lost its lease finds the other node's snapshot stored.
     assert {result.how for result in results.values()} <= {"captured", "restored", "ran"}
     trees = [(tmp_path / "roots" / name / "opt/env/file").read_text() for name in names]
     assert trees == ["hello\n"] * 3
@@ -149,7 +152,7 @@ def test_many_processes_of_one_node_run_it_once(tmp_path: Path, make_node: MakeN
 def test_a_dead_holder_costs_its_lease(
     tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, ahead_s: int
 ) -> None:
-    """Whatever its clock was."""
+    """The dead node's clock may differ."""
     monkeypatch.setattr(lease, "SKEW_S", 0.0)
     node = make_node("a")
     request = counted_request(tmp_path)
@@ -164,7 +167,7 @@ def test_a_dead_holder_costs_its_lease(
     said: list[str] = []
     result = run_setup(make_node("b"), request, report=said.append)
     assert result.how == "captured"
-    # Of the exact one nothing may be left to wait for by now.
+    # The exact snapshot may be complete by now.
     assert not ahead_s or any("another node is running" in sentence for sentence in said)
 
 
@@ -193,7 +196,8 @@ def test_a_holder_that_never_finishes_is_not_waited_for_for_ever(
 def test_what_is_published_before_the_lease_is_taken_is_used(
     tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else two nodes run the set-up: one finds no snapshot, then gets the lease of the other."""
+    """Otherwise two nodes run the set-up: one finds no snapshot, and then gets the other's
+    lease."""
     request = counted_request(tmp_path)
     key = run_setup(make_node("a"), request).fingerprint
     shutil.rmtree(tmp_path / "env")
@@ -212,7 +216,7 @@ def test_what_is_published_before_the_lease_is_taken_is_used(
 
 
 class _Clock:
-    """The time module, as a node sees it that sleeps without taking time."""
+    """Module `time` for a node whose sleeps take no time."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -232,7 +236,7 @@ class _Clock:
 def test_nodes_that_wait_do_not_ask_in_step(
     tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand nodes that ask at the same moment are what a store cannot bear."""
+    """A store cannot bear a thousand nodes that ask at the same moment."""
     request = counted_request(tmp_path)
     key = run_setup(make_node("a"), request).fingerprint
     with open_store(make_node("a").store_url) as store:
@@ -247,7 +251,7 @@ def test_nodes_that_wait_do_not_ask_in_step(
             assert run_setup(make_node(name), request, wait_s=60).how == "ran"
         held.release()
     for clock in clocks:
-        # The last one ends with the wait.
+        # The last attempt ends with the wait.
         assert all(0.05 <= pause <= 2.0 for pause in clock.pauses[:-1])
         assert len(clock.pauses) < 100
     assert clocks[0].pauses[:10] != clocks[1].pauses[:10]

@@ -1,5 +1,4 @@
-"""Two jobs of one node that want different things in one directory: neither takes it from the
-other."""
+"""Two jobs of one node that want different environments in one directory get their own."""
 
 import json
 import os
@@ -29,7 +28,7 @@ from tests.snapshots.support.mounted_jobs import (
     done_by,
     environment_of,
     runs,
-    small,
+    small_setup,
     snapshot_run,
 )
 
@@ -37,14 +36,14 @@ pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 def _other(tmp_path: Path) -> Request:
-    """Another set-up of the same directory."""
+    """Return another set-up of the same directory."""
     target = tmp_path / "env"
     text = f"mkdir -p {target}/d; echo other > {target}/d/file; echo x > {target}/more"
     return Request(command=["sh", "-ec", text], targets=[str(target)])
 
 
 def _seen_by(job: "subprocess.Popen[str]", path: Path) -> str:
-    """What a file holds in the mount namespace of a job."""
+    """Return the content of a file in the mount namespace of a job."""
     return Path(f"/proc/{job.pid}/root{path}").read_text()
 
 
@@ -53,12 +52,12 @@ def node(mounting: MakeNode, request: pytest.FixtureRequest) -> Settings:
     return replace(mounting("b"), restore_mode=request.param)
 
 
-# For what the way of restoring changes nothing of: a server's mount, and one that needs nobody.
+# For parts that do not depend on the way of restoring: a served mount, and one without a server.
 two_modes = pytest.mark.parametrize("node", ["mount", "link"], indirect=True)
 
 
 def _publish(node: Settings, *requests: Request) -> None:
-    """All of their snapshots are in the store, and the target is gone."""
+    """Store the snapshots of all set-ups and remove the target."""
     for request in requests:
         maker = replace(node, cache_dir=node.cache_dir / "maker", run_dir=node.run_dir / "maker")
         assert run_setup(maker, request).how == "captured"
@@ -69,9 +68,9 @@ def _publish(node: Settings, *requests: Request) -> None:
 def test_jobs_with_different_set_ups_have_their_own(
     tmp_path: Path, node: Settings, is_stored: bool
 ) -> None:
-    """A named bug: the first one got what the second had asked for, and the second lost it when
-    the first ended."""
-    request, target = small(tmp_path)
+    """Regression: the first job got the second one's environment; the second lost it with the
+    first."""
+    request, target = small_setup(tmp_path)
     other = _other(tmp_path)
     _publish(node, request, *([other] if is_stored else []))
     with SetupProcess(node, request) as one:
@@ -86,9 +85,9 @@ def test_jobs_with_different_set_ups_have_their_own(
             two.end()
     wait_gone(node)
     assert not any(cover.path == target for cover in covers())
-    # Its state goes first.
+    # Its state is removed first.
     wait_for(lambda: not any(mounts_dir(node.run_dir).iterdir()), "the end of its folder")
-    # What the second wrote was for itself.
+    # Changes by the second job were its own.
     assert not (target / "more").exists()
     assert runs(tmp_path) == 1
 
@@ -97,7 +96,7 @@ def test_jobs_with_different_set_ups_have_their_own(
 def test_jobs_whose_directories_lie_in_one_another(
     tmp_path: Path, node: Settings, inner: str
 ) -> None:
-    """A named fault: only jobs with the very same directory were kept from one another."""
+    """Regression: only jobs with exactly the same directory were separated."""
     outer, deep = tmp_path / "env", tmp_path / "env/deep"
     targets = (deep, outer) if inner == "the first" else (outer, deep)
     one_text, two_text = (
@@ -119,8 +118,9 @@ def test_jobs_whose_directories_lie_in_one_another(
 
 
 def test_a_job_that_wrote_to_its_environment_keeps_it(tmp_path: Path, node: Settings) -> None:
-    """A named bug: the second ran its set-up on top of the first one's mount, and lost both."""
-    request, target = small(tmp_path)
+    """Regression: the second job ran its set-up on top of the first one's mount, and both lost
+    it."""
+    request, target = small_setup(tmp_path)
     _publish(node, request)
     with SetupProcess(node, request) as one:
         Path(f"/proc/{one.pid}/root{target}/written").write_text("by the first")
@@ -138,9 +138,9 @@ def test_a_job_that_wrote_to_its_environment_keeps_it(tmp_path: Path, node: Sett
 def test_a_job_keeps_its_environment_when_what_keeps_it_is_killed(
     tmp_path: Path, mounting: MakeNode
 ) -> None:
-    """A named fault: the next start took it off, though an overlay over files needs nobody."""
+    """Regression: the next start unmounted it, although an overlay over files needs no process."""
     node = replace(mounting("b"), restore_mode="link")
-    request, target = small(tmp_path)
+    request, target = small_setup(tmp_path)
     _publish(node, request)
     with SetupProcess(node, request) as one:
         ((_, state),) = live_mounts(node.run_dir)
@@ -159,7 +159,7 @@ def test_a_job_keeps_its_environment_when_what_keeps_it_is_killed(
 
 @two_modes
 def test_jobs_with_the_same_set_up_share_it(tmp_path: Path, node: Settings) -> None:
-    request, _ = small(tmp_path)
+    request, _ = small_setup(tmp_path)
     _publish(node, request)
     with SetupProcess(node, request) as one, SetupProcess(node, request) as two:
         assert two.how == "in place"
@@ -172,7 +172,7 @@ def test_jobs_with_the_same_set_up_share_it(tmp_path: Path, node: Settings) -> N
 def test_a_difference_is_kept_from_the_job_that_runs_on_the_original(
     tmp_path: Path, node: Settings
 ) -> None:
-    """As with the interpreter's own directories: both see what was there before, and no more."""
+    """Both jobs see only the files that were there before, as in the interpreter's directories."""
     target = tmp_path / "env"
     target.mkdir()
     (target / "system").write_text("system")
@@ -192,7 +192,7 @@ def test_a_difference_is_kept_from_the_job_that_runs_on_the_original(
 @pytest.mark.needs(programs=["setpriv"])
 @two_modes
 def test_without_a_namespace_it_is_refused(tmp_path: Path, node: Settings) -> None:
-    request, target = small(tmp_path)
+    request, target = small_setup(tmp_path)
     _publish(node, request)
     words = [sys.executable, "-m", "bootseer", "run", "--target", str(target)]
     setup = ["--setup", f"mkdir -p {target}/d; echo other > {target}/d/file"]
@@ -209,7 +209,7 @@ def test_without_a_namespace_it_is_refused(tmp_path: Path, node: Settings) -> No
 @two_modes
 def test_what_is_to_stay_is_refused_while_a_job_runs_on_it(tmp_path: Path, node: Settings) -> None:
     """`snapshot run` and `snapshot restore` change the node's own view."""
-    request, _ = small(tmp_path)
+    request, _ = small_setup(tmp_path)
     _publish(node, request)
     source = tmp_path / "source"
     source.mkdir()
@@ -228,8 +228,8 @@ def test_what_is_to_stay_is_refused_while_a_job_runs_on_it(tmp_path: Path, node:
 
 @two_modes
 def test_a_job_within_a_job_builds_on_it(tmp_path: Path, node: Settings) -> None:
-    """What the process descends from is of the same job: no view of its own."""
-    request, target = small(tmp_path)
+    """A process and its descendants are one job, which needs no view of its own."""
+    request, target = small_setup(tmp_path)
     _publish(node, request)
     run = [sys.executable, "-m", "bootseer", "run", "--target", str(target), "--setup"]
     inner = [*run, f"cat {target}/d/file > {target}/copy", "--", "cat", f"{target}/copy"]
@@ -243,7 +243,7 @@ def test_a_job_within_a_job_builds_on_it(tmp_path: Path, node: Settings) -> None
 
 @two_modes
 def test_checkpoints_come_along(tmp_path: Path, node: Settings) -> None:
-    request, target = small(tmp_path)
+    request, target = small_setup(tmp_path)
     _publish(node, request)
     (tmp_path / "remote").mkdir()
     (tmp_path / "remote/latest").write_text("step 7")
@@ -261,8 +261,8 @@ def test_checkpoints_come_along(tmp_path: Path, node: Settings) -> None:
 def test_what_is_merely_too_old_is_used_where_it_cannot_be_replaced(
     tmp_path: Path, node: Settings
 ) -> None:
-    """A refusal would keep a job from starting that asks for what is there."""
-    request, _ = small(tmp_path)
+    """A refusal would stop a job that asks for the environment that is there."""
+    request, _ = small_setup(tmp_path)
     _publish(node, request)
     strict = replace(node, snapshot_max_age_s=0.001)
     with SetupProcess(node, request) as one:

@@ -1,5 +1,7 @@
-"""Set-ID programs, file capabilities and device nodes: whoever may write to a store becomes nobody
-else's root."""
+"""Set-ID programs, file capabilities and device nodes of a store: they give no privileges.
+
+A user who may write to a store does not become root on other nodes.
+"""
 
 import os
 import shutil
@@ -22,13 +24,13 @@ from tests.snapshots.conftest import MakeNode
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
-# cap_net_raw=ep of VFS_CAP_REVISION_2, in capability.h.
+# cap_net_raw=ep in VFS_CAP_REVISION_2 (linux/capability.h).
 _CAPABILITY = bytes.fromhex("0100000200200000000000000000000000000000")
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    """An environment with a program that is root's for everybody, where everybody can reach it."""
+    """Environment with set-ID root programs, where every user can reach it."""
     require("root", "fuse")
     for folder in (tmp_path, *tmp_path.parents):
         if folder != Path("/"):
@@ -47,7 +49,7 @@ def target(tmp_path: Path) -> Path:
 
 
 def ids(target: Path) -> list[str]:
-    """As whom the programs run when nobody starts them: user, group."""
+    """Return user and group of the programs when an ordinary user starts them."""
     done = subprocess.run(
         [
             *as_ordinary_user(),
@@ -82,7 +84,7 @@ def test_privileges_of_files_are_left_out_and_said(
     assert "3 files" in line
     assert "BOOTSEER_RESTORE_PRIVILEGES" in line
     assert ids(target) == [str(NOBODY), str(NOBODY)]
-    # What a directory's bit says of new files is no privilege.
+    # A directory's set-group-ID bit gives no privilege.
     assert stat.S_IMODE((target / "shared").stat().st_mode) == 0o2775
     assert os.getxattr(target / "capable", "user.kept") == b"yes"
     flags = os.statvfs(target).f_flag
@@ -97,7 +99,7 @@ def test_privileges_of_files_are_left_out_and_said(
 def test_they_are_restored_where_that_is_asked_for(node: Settings, target: Path) -> None:
     manifest = create_snapshot(node, [str(target)])
     shutil.rmtree(target)
-    # The node has a tree without them already.
+    # The node has a tree without these bits already.
     restore_snapshot(node, manifest.fingerprint)
     if os.path.ismount(target):
         unmount_snapshot(node, target, lazy=True)
@@ -113,7 +115,7 @@ def test_they_are_restored_where_that_is_asked_for(node: Settings, target: Path)
 def test_device_nodes_are_refused_in_every_mode(
     node: Settings, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A capture leaves them out; this store was written by somebody else."""
+    """A capture leaves out device nodes, so this store was changed by hand."""
     os.mknod(target / "disk", 0o666 | stat.S_IFBLK, os.makedev(8, 0))
     monkeypatch.setattr(capture, "is_device", lambda change, path: False)
     manifest = create_snapshot(node, [str(target)])

@@ -1,4 +1,4 @@
-"""What relocation makes of single files: boundaries, first lines, binaries, links, records."""
+"""Relocation of single files: boundaries of paths, first lines, binaries, links, records."""
 
 import base64
 import hashlib
@@ -102,10 +102,10 @@ def test_a_longer_prefix_fits_where_conda_has_left_room() -> None:
     assert len(moved) == len(data)
     assert moved.startswith(b"A\0" + long + b"/a:" + long + b"/b\0")
     assert moved.endswith(b"\0B\0")
-    # And back again.
+    # And back to the old path.
     assert Prefix(long, short).binary(moved, built) == data
     assert Prefix(short, b"/" + 20 * b"x").binary(data, built) is None
-    # What follows the string is no room.
+    # Bytes behind the string must not be overwritten.
     assert Prefix(short, long).binary(short + b"/a\0B\0", built) is None
 
 
@@ -129,7 +129,7 @@ def test_what_is_changed_and_what_is_left() -> None:
     assert moved(b"lib/p/__editable___x_finder.py", b"'/opt/env/x'") == b"'/data/new/x'"
     assert moved(b"pyvenv.cfg", b"home = /usr\ncommand = /opt/env\n") is not None
     assert moved(b"lib/pkgconfig/x.pc", b"prefix=/opt/env\n") == b"prefix=/data/new\n"
-    # As their packages brought them, or of a format that is not known.
+    # As installed by their packages, or in an unknown format.
     assert moved(b"lib/p/a.py", b"X = '/opt/env'\n") is None
     assert moved(b"share/plain", b"/opt/env\n") is None
     assert moved(b"lib/unknown.bin", b"\0/opt/env\0") is None

@@ -1,4 +1,4 @@
-"""A conda environment: the same there, and working elsewhere."""
+"""A conda environment restored at the same path, and relocated to another one."""
 
 import base64
 import hashlib
@@ -17,13 +17,18 @@ from testbed.conda_channel import BUILT_AT, make_environment, make_package
 from testbed.needs import require
 from testbed.trees import describe, differences
 from tests.snapshots.conftest import MakeNode
-from tests.snapshots.support.made_environments import holding, is_unwritten, pip, run
+from tests.snapshots.support.made_environments import (
+    files_with_path,
+    is_bytecode_unchanged,
+    pip,
+    run,
+)
 
 pytestmark = pytest.mark.usefixtures("no_configuration")
 
 
 def _conda_environment(tmp_path: Path) -> Path:
-    """Python with what it is built with, a library, and a noarch package with a console script."""
+    """Make an environment of Python with its dependencies, a library, and a noarch package."""
     require(modules=["rattler"])
     real = Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -87,7 +92,8 @@ def test_conda(tmp_path: Path, make_node: MakeNode) -> None:
         tmp_path / "elsewhere/with_a_longer",
     )
     _check_conda(env)
-    # Same size and time as its source, but another prefix in it: it must not be used.
+    # The bytecode has the same size and time of its source, but another prefix: it must not be
+    # used.
     shutil.rmtree(next(env.rglob("__pycache__")))
     source = next(env.rglob("built.py"))
     run(env / "bin/python", "-m", "compileall", "-q", source.parent)
@@ -100,18 +106,18 @@ def test_conda(tmp_path: Path, make_node: MakeNode) -> None:
     _check_conda(env)
     shutil.rmtree(env)
 
-    # Longer than it was, of the same length, shorter, and back.
+    # Longer paths, paths of the same length, shorter ones, and back.
     twin = env.with_name("vne")
     short = tmp_path / "e"
     for place in (other, twin, short):
         said: list[str] = []
         restore_snapshot(make_node("b"), "conda", place, relocates=True, report=said.append)
         assert [line for line in said if line.startswith("warning")] == []
-        assert holding(place, env) == []
+        assert files_with_path(place, env) == []
         assert not list(place.rglob("built.*.pyc"))
         before = describe(place)
         _check_conda(place)
-        assert is_unwritten(before, place)
+        assert is_bytecode_unchanged(before, place)
     create_snapshot(make_node("a"), [str(short)], "short")
     restore_snapshot(make_node("b"), "short", env, relocates=True)
     _check_conda(env)

@@ -1,4 +1,4 @@
-"""Real environments: venv and pip, console scripts, bytecode, upgrades; same path, other node."""
+"""Real environments of venv and pip: scripts, bytecode, upgrades; on other nodes and paths."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from tests.snapshots.conftest import MakeNode
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """alpha (needs beta, has a console script) in two versions, and gamma."""
+    """Wheels: alpha (needs beta, has a console script) in two versions, beta and gamma."""
     folder = tmp_path_factory.mktemp("wheels")
     for version in ("1.0", "2.0"):
         said = f"def say():\n    import beta\n    print('alpha {version}', beta.NUMBER)\n"
@@ -37,7 +37,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pip_environ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the surrounding configuration decides what pip does."""
+    """Hide the surrounding configuration of pip."""
     for name in [name for name in os.environ if name.startswith(("PIP_", "PYTHON"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -45,7 +45,7 @@ def pip_environ(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _python() -> str:
-    """The interpreter behind the environment that runs the tests, if it can make environments."""
+    """Return the interpreter below this environment if it can make environments, else ""."""
     found = subprocess.run(
         [sys.executable, "-c", "import ensurepip"], check=False, capture_output=True
     )
@@ -61,7 +61,7 @@ def _run(*command: str) -> str:
 
 
 def _check(env: Path, version: str) -> None:
-    """Everything that a user would do with the environment works."""
+    """Assert that the environment works as a user would use it."""
     assert _run(str(env / "bin/alpha-say")) == f"alpha {version} 42\n"
     assert "No broken requirements" in _run(str(env / "bin/pip"), "check")
     assert _run(str(env / "bin/python"), "-c", "import sys; print(sys.prefix)").strip() == str(env)
@@ -94,7 +94,7 @@ def test_an_environment_and_an_upgrade_on_top(
     assert run_setup(make_node("b"), first).how == "restored"
     assert differences(made, describe(env)) == []
     _check(env, "1.0")
-    # Nothing was compiled again: no bytecode file is new or has been written.
+    # Nothing was compiled again: no bytecode file is new or changed.
     bytecode = {path: entry for path, entry in describe(env).items() if path.endswith(".pyc")}
     assert len(bytecode) > 100
     assert all(made.get(path) == entry for path, entry in bytecode.items())
@@ -117,8 +117,10 @@ def test_an_environment_and_an_upgrade_on_top(
 
 @pytest.mark.usefixtures("pip_environ")
 def test_an_environment_that_grows_by_a_package(tmp_path: Path, make_node: MakeNode) -> None:
-    """Made anew by pip, but stored as a difference; the bytecode, too, though each file of it
-    holds another time of its source."""
+    """pip makes it anew, but it is stored as a difference.
+
+    The bytecode is shared, too, though each file of it holds another time of its source.
+    """
     library = Path(os.__file__).parent
     folders = ("asyncio", "email", "http", "json", "logging", "unittest", "xml/etree")
     files = {
@@ -144,7 +146,7 @@ def test_an_environment_that_grows_by_a_package(tmp_path: Path, make_node: MakeN
         results.append(run_setup(make_node("a"), request))
     first, second = results
     assert (first.how, second.how) == ("captured", "captured")
-    # Most of it is the tree itself: for each of 250 files a name, attributes and a digest.
+    # Most of the bytes are the tree itself: name, attributes and digest of each of 250 files.
     assert second.moved_bytes < first.moved_bytes / 20
     made = describe(env)
     shutil.rmtree(env)
@@ -152,6 +154,6 @@ def test_an_environment_that_grows_by_a_package(tmp_path: Path, make_node: MakeN
     assert differences(made, describe(env)) == []
     check = "import small, large.asyncio.log as log; print(log.__cached__)"
     cached = _run(str(env / "bin/python"), "-c", check).strip()
-    # It was valid: nothing was compiled again.
+    # The bytecode was valid: nothing was compiled again.
     assert differences(made, describe(env)) == []
     assert Path(cached).is_file()

@@ -1,4 +1,4 @@
-"""Environments of every kind, made by the real tools: the same there, and working elsewhere."""
+"""Environments of every kind made by real tools: restored at their path, and relocated."""
 
 import json
 import os
@@ -20,19 +20,19 @@ from testbed.trees import describe, differences
 from testbed.wheels import make_wheel
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.made_environments import (
-    both_ways,
     check_records,
-    holding,
-    is_unwritten,
+    files_with_path,
+    is_bytecode_unchanged,
     pip,
+    restore_and_relocate,
     run,
     tool,
 )
 
 pytestmark = pytest.mark.usefixtures("no_configuration")
 
-# An editable install as setuptools makes it of a project whose packages cannot just be put on the
-# path: a finder with the places in it.
+# setuptools' editable install of a project whose packages cannot be put on the path: a finder that
+# contains their paths.
 BACKEND = """
 import base64, os, zipfile
 
@@ -69,7 +69,7 @@ build_wheel = build_editable
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """alpha, which needs beta and has a console script."""
+    """Wheels: alpha, which needs beta and has a console script, and beta."""
     folder = tmp_path_factory.mktemp("wheels")
     said = "def say():\n    import beta\n    print('alpha', beta.NUMBER)\n"
     scripts = {"alpha-say": "alpha:say"}
@@ -90,7 +90,7 @@ def _make_project(folder: Path) -> Path:
 
 
 def _check(env: Path) -> None:
-    """Everything that a user would do with the environment works, and its records are right."""
+    """Assert that the environment works as a user would use it, and that its records are right."""
     assert run(env / "bin/alpha-say") == "alpha 42\n"
     assert run(env / "bin/python", "-c", "import sys; print(sys.prefix)").strip() == str(env)
     assert "No broken requirements" in pip(env, "check")
@@ -98,7 +98,7 @@ def _check(env: Path) -> None:
 
 
 def test_venv_and_pip(tmp_path: Path, make_node: MakeNode, wheels: Path) -> None:
-    """Of an environment without a pip of its own; virtualenv makes one with it."""
+    """The environment has no pip of its own; virtualenv makes one with pip."""
     env, other = tmp_path / "env", tmp_path / "another/place/for.it"
     run(sys.executable, "-m", "venv", "--without-pip", env)
     _make_project(env / "src/project")
@@ -107,7 +107,7 @@ def test_venv_and_pip(tmp_path: Path, make_node: MakeNode, wheels: Path) -> None
     run(env / "bin/project-say")
     (env / "absolute").symlink_to(env / "bin/alpha-say")
     create_snapshot(make_node("a"), [str(env)], "env")
-    said = both_ways(make_node("b"), "env", env, other)
+    said = restore_and_relocate(make_node("b"), "env", env, other)
     assert [line for line in said if line.startswith("warning")] == []
     before = describe(other)
     _check(other)
@@ -120,9 +120,9 @@ def test_venv_and_pip(tmp_path: Path, make_node: MakeNode, wheels: Path) -> None
     url = json.loads(next(other.rglob("project-1.0.dist-info/direct_url.json")).read_text())["url"]
     assert url == (other / "src/project").as_uri()
     assert "home = " + str(other) not in (other / "pyvenv.cfg").read_text()
-    # The one changed source was compiled again, and nothing else.
+    # Only the changed source was compiled again.
     finder = "finder.cpython"
-    assert is_unwritten({p: e for p, e in before.items() if finder not in p}, other)
+    assert is_bytecode_unchanged({p: e for p, e in before.items() if finder not in p}, other)
 
 
 def test_venv_to_a_path_that_is_too_long_for_first_lines(
@@ -132,15 +132,15 @@ def test_venv_to_a_path_that_is_too_long_for_first_lines(
     run(sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", env)
     pip(env, "install", "--no-index", "--find-links", wheels, "alpha")
     create_snapshot(make_node("a"), [str(env)], "env")
-    both_ways(make_node("b"), "env", env, other)
+    restore_and_relocate(make_node("b"), "env", env, other)
     assert (other / "bin/alpha-say").read_bytes().startswith(b"#!/bin/sh\n'''exec' /")
     assert "include-system-site-packages = true" in (other / "pyvenv.cfg").read_text()
     assert run(other / "bin/alpha-say") == "alpha 42\n"
     check_records(other)
-    # A shell that starts Python is understood as well, on the way to a short path.
+    # On the way to a short path, a script of a shell that starts Python is recognized, too.
     create_snapshot(make_node("a"), [str(other)], "long")
     restore_snapshot(make_node("b"), "long", env, relocates=True)
-    assert holding(env, other) == []
+    assert files_with_path(env, other) == []
     check_records(env)
     assert run(env / "bin/alpha-say") == "alpha 42\n"
 
@@ -158,7 +158,7 @@ def test_uv(tmp_path: Path, make_node: MakeNode, wheels: Path) -> None:
     result = run_setup(make_node("a"), Request(["sh", "-ec", command]), report=said.append)
     assert (result.how, result.targets) == ("captured", (str(env),)), said
     assert result.fingerprint is not None
-    both_ways(make_node("b"), result.fingerprint, env, other)
+    restore_and_relocate(make_node("b"), result.fingerprint, env, other)
     before = describe(other)
     _check(other)
     assert run(other / "bin/project-say").split()[1] == str(project / "code/project.py")
@@ -171,7 +171,7 @@ def test_uv(tmp_path: Path, make_node: MakeNode, wheels: Path) -> None:
             text=True,
         ).stderr
     )
-    assert is_unwritten(before, other)
+    assert is_bytecode_unchanged(before, other)
 
 
 def test_virtualenv(tmp_path: Path, make_node: MakeNode, wheels: Path) -> None:
@@ -184,17 +184,18 @@ def test_virtualenv(tmp_path: Path, make_node: MakeNode, wheels: Path) -> None:
     result = run_setup(make_node("a"), Request(["sh", "-ec", command]))
     assert (result.how, result.targets) == ("captured", (str(env),))
     assert result.fingerprint is not None
-    both_ways(make_node("b"), result.fingerprint, env, other)
+    restore_and_relocate(make_node("b"), result.fingerprint, env, other)
     before = describe(other)
     _check(other)
     activate_this = f"exec(open({str(other / 'bin/activate_this.py')!r}).read(), {{'__file__': "
     code = activate_this + f"{str(other / 'bin/activate_this.py')!r}}}); import alpha; alpha.say()"
     assert run(other / "bin/python", "-I", "-c", code) == "alpha 42\n"
-    assert is_unwritten(before, other)
+    assert is_bytecode_unchanged(before, other)
 
 
 def _system_python(prefix: Path) -> Path:
-    """A Python that is no virtual environment: its own prefix, with the real standard library."""
+    """Make a Python that is no virtual environment: its own prefix, with the real standard
+    library."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     library = prefix / f"lib/python{version}"
     (library / "site-packages").mkdir(parents=True)
@@ -220,17 +221,17 @@ def test_system_site_packages(tmp_path: Path, make_node: MakeNode, wheels: Path)
     request = Request(f"{installer} install --no-index --find-links {wheels} alpha".split())
     result = run_setup(make_node("a"), request)
     assert result.how == "captured"
-    # A distribution's own Python may install into a folder of its own.
+    # A distribution's own Python may install into another folder.
     (program,) = prefix.glob("**/bin/alpha-say")
     assert str(program.parent) in result.targets
     assert str(prefix) not in result.targets
     installed = describe(prefix)
-    # The directories that the targets lie in are none themselves.
+    # The directories that contain the targets are no targets.
     above = {parent for target in result.targets for parent in Path(target).parents}
     inside = [parent for parent in above if parent.is_relative_to(prefix)]
     outside = {"", *(str(parent.relative_to(prefix)) for parent in inside)}
 
-    # Another node, with the same image.
+    # Another node with the same image.
     shutil.rmtree(prefix)
     (tmp_path / "image").rename(prefix)
     result = run_setup(make_node("b"), request)
@@ -240,7 +241,7 @@ def test_system_site_packages(tmp_path: Path, make_node: MakeNode, wheels: Path)
     assert [line for line in lines if line.partition(": ")[0] not in outside] == []
     assert run(program) == "alpha 42\n"
     assert "No broken requirements" in run(*installer.split(), "check")
-    assert is_unwritten(installed, prefix)
+    assert is_bytecode_unchanged(installed, prefix)
 
 
 def test_a_full_place_is_refused_and_what_stays_is_named(

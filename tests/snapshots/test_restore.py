@@ -128,7 +128,7 @@ def test_a_difference_comes_back_exactly(tmp_path: Path, make_node: MakeNode) ->
     original = describe(target)
     shutil.rmtree(target)
     _base(target)
-    # Bytecode that this node compiled, in a directory that the set-up removes.
+    # Bytecode that this node compiled in a directory that the set-up removes.
     (target / "gone/a/__pycache__").mkdir()
     (target / "gone/a/__pycache__/c.pyc").write_text("bytecode")
     result = run_setup(make_node("b"), request)
@@ -139,7 +139,7 @@ def test_a_difference_comes_back_exactly(tmp_path: Path, make_node: MakeNode) ->
 
 
 def test_a_difference_far_below(tmp_path: Path, make_node: MakeNode) -> None:
-    """A named bug: directories that were there already were gone through by recursion."""
+    """Regression: existing directories were walked by recursion."""
     target = tmp_path / "prefix"
     bottom = target.joinpath(*["d"] * 1020)
     request = Request(command=["touch", f"{bottom}/new"], targets=[str(target)])

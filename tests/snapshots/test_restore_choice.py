@@ -1,4 +1,4 @@
-"""Which way of restoring is chosen, and why."""
+"""Choice of the way of restoring, with its reasons."""
 
 import pytest
 from msgspec.structs import replace
@@ -31,7 +31,7 @@ ROOT = Facts(
     file_count=40_000,
     content_bytes=2 * 10**9,
 )
-"""A large environment, on a node where everything is possible but reflinks."""
+"""Large environment, on a node where everything but reflinks is possible."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The diff against a model: putting it on what was there gives what is there."""
+"""Differences of scans against a model: a difference applied to the old tree gives the new one."""
 
 import stat
 
@@ -24,7 +24,7 @@ _PATHS = st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=4).m
 
 @st.composite
 def _scans(draw: st.DrawFn) -> Scan:
-    """A possible tree: what has something below it is a directory."""
+    """Draw a possible tree: entries with entries below them are directories."""
     found: dict[bytes, Entry] = {}
     for path in draw(st.lists(_PATHS, max_size=8)):
         parts = path.split(b"/")
@@ -48,7 +48,7 @@ def test_the_difference_leads_from_one_to_the_other(before: Scan, after: Scan) -
     for path, entry in result.items():
         wanted = after[path]
         if stat.S_ISDIR(wanted.mode):
-            # Sizes, inodes and link counts of directories follow from what is in them.
+            # Sizes, inodes and link counts of directories follow from their entries.
             assert entry[:3] == wanted[:3]
             assert entry.mtime_ns == wanted.mtime_ns
         else:
@@ -74,13 +74,13 @@ def test_nothing_happened(scanned: Scan) -> None:
 
 
 def test_a_rewrite_that_restores_size_and_times_is_seen() -> None:
-    """Only ctime betrays it: reproducible builds set the times of everything they write."""
+    """Only ctime shows it: reproducible builds set the times of all files they write."""
     then = Entry(stat.S_IFREG | 0o644, 0, 0, 5, 100, 100, 1, 1, 1)
     assert diff({b"x": then}, {b"x": then._replace(ctime_ns=200)}).remoded == (b"x",)
 
 
 def test_a_file_of_another_device_is_another_file() -> None:
-    """Its number alone does not tell it from the one that was there."""
+    """Inode numbers of two devices may be equal."""
     mode = stat.S_IFREG | 0o644
     before = Entry(mode, 0, 0, 1, 1, 1, inode=7, device=1, link_count=1)
     after = before._replace(device=2)

@@ -1,4 +1,4 @@
-"""What a set-up is given in confidence is in no manifest, and nothing that is shown of one."""
+"""Secrets that a set-up is given are in no manifest and in no output about one."""
 
 import hashlib
 import json
@@ -50,13 +50,14 @@ SCRIPTS = [
 
 
 def _resolved(command: list[str], folder: Path, **environ: str) -> tuple[Resolved, str]:
-    """What a command comes to, and the text of all that is said and stored of it."""
+    """Resolve a command; return the result, and the text of everything printed and stored about
+    it."""
     said: list[str] = []
     request = Request(
         command,
         targets=[str(folder / "env")],
         directory=str(folder),
-        # No program is found: none is asked what it is.
+        # No program is found, so none is asked for its version.
         environ={"PATH": str(folder / "empty"), "HOME": str(folder), **environ},
     )
     found = resolve(request, said.append)
@@ -64,14 +65,16 @@ def _resolved(command: list[str], folder: Path, **environ: str) -> tuple[Resolve
 
 
 def _forms(text: str, value: str) -> list[list[str]]:
-    """A command as words, as a script, in a script, and as a script of one word."""
+    """Return a text as the words of a command, as a script, in a script, and as a one-word
+    script."""
     text = text.replace("SECRET", value)
     return [text.split(" "), ["sh", "-c", text], ["bash", "-ec", f"true\n{text}\ntrue"], [text]]
 
 
 @pytest.mark.parametrize("text", COMMANDS)
 def test_secrets_of_ordinary_commands_are_hidden_and_decide(text: str) -> None:
-    """12 of 19 such commands kept it in the manifest, which all readers of a store see."""
+    """Regression: 12 of 19 such commands had their secret in the manifest, which all readers
+    see."""
     for value in SECRETS:
         for command, other in zip(_forms(text, value), _forms(text, "another"), strict=True):
             public = command_part(command)
@@ -81,8 +84,8 @@ def test_secrets_of_ordinary_commands_are_hidden_and_decide(text: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_what_is_said_of_commands_has_no_secrets(count: int, tmp_path: Path) -> None:
-    """Words that were taken for programs or requirements were told as what is not in the key, and
-    so were lines of here-documents in scripts that are run."""
+    """Regression: words taken for programs or requirements, and lines of here-documents, were
+    printed."""
     for at in range(0, len(COMMANDS), count):
         text = "\n".join(COMMANDS[at : at + count]).replace("SECRET", SECRET)
         (tmp_path / "setup.sh").write_text(f"#!/bin/sh\n{text}\n")
@@ -140,13 +143,14 @@ def test_what_is_shown_of_a_command(text: str, shown: str) -> None:
     ],
 )
 def test_a_token_that_looks_like_a_version_is_hidden(text: str, token: str) -> None:
-    """Where a requirement, path or version may stand, one that began with a digit was shown."""
+    """Regression: tokens beginning with a digit were shown in places of requirements and
+    versions."""
     for command in _forms(text, token):
         assert token not in repr(command_part(command).parts)
 
 
 def test_users_of_urls_do_not_decide() -> None:
-    """They change more often than what an index serves."""
+    """They change more often than the content of an index."""
     forms = ("me:one@", "me:two@", "three@", "")
     commands = [["pip", "install", "-i", f"https://{user}host/simple", "x"] for user in forms]
     assert len({repr(command_part(command)) for command in commands}) == 1
@@ -156,7 +160,7 @@ def test_users_of_urls_do_not_decide() -> None:
 def test_values_of_secret_variables_are_hidden_wherever_they_stand(
     name: str, tmp_path: Path
 ) -> None:
-    """Also where a word like them is shown: as a requirement, a path, a program, a value."""
+    """Their values are hidden also as a requirement, a path, a program or a value."""
     environ = {name: "sesame-1", "PIP_TARGET": "/opt/sesame-1", "PIP_PRE": "1"}
     for command in (
         [
@@ -192,7 +196,7 @@ def test_what_is_shown_of_a_variable(value: str, shown: str) -> None:
 
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=5))
 def test_any_words_are_told_apart(words: list[str]) -> None:
-    """No text makes the reading of commands fail, and one word more is another set-up."""
+    """No text makes the parsing of commands fail, and one word more is another set-up."""
     one, other = command_part(words), command_part([*words, "x"])
     assert len(json.loads(one.parts[0].value)) == len(words)
     assert (one.parts, one.secrets) != (other.parts, other.secrets)
@@ -225,7 +229,7 @@ _PIECES = st.sampled_from(
 
 @given(st.lists(_PIECES, max_size=12), st.sampled_from(["--token=", "HF_TOKEN=", "tool ", "echo "]))
 def test_nothing_around_a_secret_lets_it_through(pieces: list[str], before: str) -> None:
-    """Nor is it lost for the key, whatever stands in front of it."""
+    """The secret still decides the key, with any text before it."""
     public = command_part(["sh", "-c", f"{''.join(pieces)}\n{before}{SECRET}"])
     assert SECRET not in public.parts[0].value
     assert any(SECRET in secret for secret in public.secrets)
@@ -235,7 +239,7 @@ def test_nothing_around_a_secret_lets_it_through(pieces: list[str], before: str)
     "unit", ["$(", "'", '"$(', "a ", "<<E\n", "a=$(b ", "x\n", "`", "${", "# "]
 )
 def test_long_scripts_are_read_to_their_end(unit: str) -> None:
-    """200,000 characters, for which steps that grow with the square would take minutes."""
+    """200,000 characters: quadratic steps would take minutes."""
     public = command_part(["sh", "-c", unit * (200_000 // len(unit)) + f"\ntool {SECRET}"])
     assert SECRET not in public.parts[0].value
 
@@ -285,7 +289,7 @@ def test_secrets_decide(tmp_path: Path, make_node: MakeNode) -> None:
 
 
 def test_no_secret_can_be_tested_without_the_others(tmp_path: Path) -> None:
-    """Else a PIN is found at once beside any token."""
+    """Otherwise a PIN beside a token could be found by trying all PINs."""
 
     def secret_parts(environ: dict[str, str]) -> list[Part]:
         request = Request(["true"], targets=["/x"], variables=["PIN", "TOKEN"], environ=environ)
@@ -299,7 +303,7 @@ def test_no_secret_can_be_tested_without_the_others(tmp_path: Path) -> None:
 
 
 def test_the_derivation_of_secrets_is_slow_and_never_changes() -> None:
-    """With a cost of 2 instead of 16384 secrets are found 8,000 times faster."""
+    """With a cost of 2 instead of 16384, secrets could be found 8,000 times faster."""
     parts = [Part("command", '["curl", "***"]'), Part("salt", "")]
     assert secret_part(parts, ["hunter2", "PIN=4711"]) == [
         Part("secrets", "scrypt:238f9b9ba0ea3f6b71c424b24f198fc25e3c190af11d96b7355d03f0d9518154")

@@ -1,4 +1,4 @@
-"""Snapshots that take content from earlier ones' blobs: stored exactly, and only where it pays."""
+"""Snapshots that use content of earlier blobs: exact, and only if it saves enough."""
 
 import os
 import py_compile
@@ -33,7 +33,7 @@ from tests.snapshots.conftest import MakeNode
 
 _ALWAYS = Rule(shared_bytes_min=0, shared_ratio_min=0, used_ratio_min=0)
 
-# Of few contents, so that they come again elsewhere; of none, small, and more than a frame.
+# Few different contents, so that they repeat; empty, small, and larger than a frame.
 _CONTENTS = [b"", b"x", *(random.Random(seed).randbytes(size) for seed, size in enumerate(
     (10, 10, 4000, 100_000, 140_000, 300_000)
 ))]  # fmt: skip
@@ -89,7 +89,7 @@ def test_chains_are_restored_exactly(chain: list[list[tuple[str, str, int]]]) ->
             fetch_tree(store, target, tree, restored, 20)
             assert differences(original, describe(restored)) == []
             assert Verifier(store).check(base.fingerprint).problems == ()
-            # What is stored again is only what was not there.
+            # Only new content is stored.
             kept = {inode.digest for inode in map(tree.inode, range(tree.inode_count))}
             contents = [path.read_bytes() for path in source.rglob("*") if path.is_file()]
             assert len(kept - {None}) == len(set(contents))
@@ -117,7 +117,7 @@ def test_everything_nasty_on_top_of_itself(tmp_path: Path, make_node: MakeNode) 
 
 
 def _tree(*blob_bytes: int, uses: Sequence[tuple[int, int]]) -> Tree:
-    """One file for each (blob, length) in `uses`, in blobs of these sizes."""
+    """Return a tree with a file for each (blob, length) in `uses`, in blobs of these sizes."""
     blobs = [
         Blob(
             f"sha256:{number:064x}",
@@ -147,14 +147,14 @@ def test_when_it_pays() -> None:
         return [base.extents(number) for number in numbers]
 
     assert choose_blobs(base, places(1, 2, 3), 70 * mib) == {0, 1}
-    # Hardly anything of the second is needed any more: it is stored again.
+    # Little of the second blob is needed any more, so its content is stored again.
     assert choose_blobs(base, places(1, 3), 70 * mib) == {0}
-    # Most is new.
+    # Most of the content is new.
     assert choose_blobs(base, places(1, 2), 140 * mib) == frozenset()
     assert choose_blobs(base, places(2), 10 * mib) == {1}
     assert choose_blobs(base, places(), 10 * mib) == frozenset()
     assert choose_blobs(base, places(), 0, _ALWAYS) == frozenset()
-    # The ones that give most, if there are too many.
+    # The blobs that give most, if there are too many.
     assert choose_blobs(base, places(1, 2), 70 * mib, replace(RULE, blobs_max=1)) == {0}
 
 
@@ -176,7 +176,7 @@ def test_only_what_is_needed_of_an_earlier_blob_is_fetched(
 
 
 def test_bytecode_whose_source_has_another_time(tmp_path: Path, make_node: MakeNode) -> None:
-    """Two clean installations of the same: only the times of sources differ, in each `.pyc`."""
+    """Two installations of the same packages differ only in the source's time in each `.pyc`."""
     source = tmp_path / "source"
     with open_store(make_node("a").store_url) as store:
         base = None
@@ -194,7 +194,7 @@ def test_bytecode_whose_source_has_another_time(tmp_path: Path, make_node: MakeN
             fetch_tree(store, target, tree, tmp_path / str(time_s), 20)
             assert differences(describe(source), describe(tmp_path / str(time_s))) == []
             assert Verifier(store).check(base.fingerprint).problems == ()
-        # The second one's own blob is nothing but first bytes: the third takes nothing from it.
+        # The second blob holds only first bytes of files: the third takes nothing from it.
         assert len(target.earlier) == 1
         assert target.blob.size_bytes < target.earlier[0].size_bytes / 20
         assert bytecode_then(tree, b"package/__pycache__/other.cpython-311.pyc", bytes(99)) == b""
@@ -216,7 +216,7 @@ def test_a_chain_of_small_steps_stays_short(tmp_path: Path, make_node: MakeNode)
 
 
 class _Gathering:
-    """A store whose manifests come when several are asked for at once."""
+    """Store whose manifests come once several of them are asked for at the same time."""
 
     def __init__(self, store: Store, count: int) -> None:
         self._store = store
@@ -231,7 +231,8 @@ class _Gathering:
 
 
 def test_earlier_snapshots_are_looked_at_side_by_side(tmp_path: Path, make_node: MakeNode) -> None:
-    """One after another took seconds on a slow store, while all nodes waited for the lease."""
+    """Regression: reading them one after another took seconds, while all nodes waited for the
+    lease."""
     with open_store(make_node("a").store_url) as store:
         for number in range(4):
             source = tmp_path / str(number)
@@ -240,5 +241,5 @@ def test_earlier_snapshots_are_looked_at_side_by_side(tmp_path: Path, make_node:
             _captured(store, tmp_path, source, None)
         gathering = cast(Store, _Gathering(store, 4))
         assert len(list(catalogue.list_newest(gathering, 4))) == 4
-        # Later than this none is asked for.
+        # After this time no manifest is asked for.
         assert list(catalogue.list_newest(store, 4, within_s=-1.0)) == []

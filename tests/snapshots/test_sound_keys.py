@@ -1,4 +1,4 @@
-"""Files that a set-up command reads are in its key, or the key is open. The shell is the oracle."""
+"""Every file that a set-up command reads is in its key, or the key is open; the shell tells."""
 
 import hashlib
 import shutil
@@ -12,10 +12,10 @@ from bootseer.snapshots.commands import hints_of
 from bootseer.snapshots.key import Request, Resolved, resolve
 from testbed.needs import MissingError
 
-# Ours answers at once about itself, a shim of pyenv's runs ten Pythons.
+# This interpreter answers at once about itself, while a shim of pyenv's starts ten.
 _SYSTEM_PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-# A stand-in for every tool that installs: what it makes depends on its words, on its input, on
-# variables of pip, and on each file that its words or the lists among these name.
+# Stands in for every installing tool: its result depends on its words, its input, pip's variables,
+# and every file that its words or the lists among these files name.
 _TOOL = r"""#!/bin/sh
 out=$OUT
 printf '%s\n' "$0" "$@" "$PIP_CONSTRAINT" "$PIP_REQUIREMENT" >> "$out"
@@ -176,7 +176,7 @@ _COMMANDS = [
 
 
 class _Bed:
-    """A folder with files, and stand-ins for tools."""
+    """Folder with files, and stand-ins for tools."""
 
     def __init__(self, folder: Path) -> None:
         self.tools = folder / "tools"
@@ -190,7 +190,7 @@ class _Bed:
         self.path = f"{self.tools}:{_SYSTEM_PATH}"
 
     def fill(self, *changed: str) -> None:
-        """Make the files anew, some of them with another content."""
+        """Make the files, some of them with another content."""
         shutil.rmtree(self.job, ignore_errors=True)
         for name, text in _FILES.items():
             path = self.job / name
@@ -198,7 +198,7 @@ class _Bed:
             path.write_text(text + ("attrs==0.5\n" if name in changed else ""))
 
     def made(self, command: str) -> str:
-        """Run a command as it is. Return what it made."""
+        """Run a command in the shell and return its result."""
         self.out.write_text("")
         environ = {"PATH": self.path, "OUT": str(self.out), "HOME": "/nonexistent"}
         subprocess.run(
@@ -211,12 +211,12 @@ class _Bed:
             timeout=300,
             check=False,
         )
-        # Names of pipes change by themselves.
+        # Names of pipes differ in each run.
         lines = self.out.read_text(errors="replace").splitlines()
         return "\n".join(line for line in lines if "/dev/fd" not in line)
 
     def resolved(self, command: str) -> Resolved:
-        """Return what the product makes of a command."""
+        """Return the product's resolution of a command."""
         request = Request(
             ["bash", "-c", command],
             targets=["/opt/made-by-nobody"],
@@ -228,7 +228,7 @@ class _Bed:
 
 @pytest.fixture(autouse=True)
 def cheap_scrypt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys that hide secrets as well and cost nothing: test_fingerprint.py holds what they cost."""
+    """Hide secrets by a cheap derivation: test_secrets.py tests the real one's cost."""
     real = hashlib.scrypt
 
     def scrypt(data: bytes, *, salt: bytes, n: int, r: int, p: int) -> bytes:
@@ -245,8 +245,11 @@ def bed(tmp_path: Path) -> _Bed:
 @pytest.mark.parametrize("command", _COMMANDS)
 @pytest.mark.needs(programs=["bash"])
 def test_what_decides_is_in_the_key_or_the_key_is_open(bed: _Bed, command: str) -> None:
-    """Named faults: `grep -v x FILE | xargs pip install`, `xargs -a FILE`, `$(cat FILE)` and others
-    had keys without the file, and a stale environment was served for ever."""
+    """Regression: the keys of `grep -v x FILE | xargs pip install`, `$(cat FILE)` and others lacked
+    FILE.
+
+    A stale environment was restored for ever.
+    """
     for tool in ("flock", "install"):
         if tool in command.split() and shutil.which(tool) is None:
             raise MissingError(f"needs {tool}")
@@ -283,7 +286,7 @@ def test_what_decides_is_in_the_key_or_the_key_is_open(bed: _Bed, command: str) 
     ],
 )
 def test_a_file_that_the_command_makes_is_no_input(bed: _Bed, command: str) -> None:
-    """Else the set-up would run once more wherever its working directory stays."""
+    """Otherwise the set-up would run once more wherever its working directory is kept."""
     bed.fill()
     before = bed.resolved(command)
     bed.made(command)
@@ -313,7 +316,7 @@ def test_a_file_that_may_be_read_before_it_is_made_is_an_input(bed: _Bed, comman
 
 
 def test_files_of_the_kernel_and_files_with_secrets_open_the_key(bed: _Bed) -> None:
-    """A digest of a password tells it to whoever may read the store and tries a list."""
+    """The digest of a password lets readers of the store try a list of passwords."""
     for command, name in (
         ("grep MemFree /proc/meminfo", "/proc/meminfo"),
         ("grep -f my-password flag", "my-password"),
@@ -345,7 +348,7 @@ def test_a_file_that_only_sounds_like_a_secret_is_an_input(bed: _Bed, command: s
 
 
 def test_a_directory_that_an_unknown_program_is_told_of_is_not_read(bed: _Bed) -> None:
-    """It may be a data set, or a folder of logs that each start writes to."""
+    """The directory may be a data set, or logs that each start writes to."""
     bed.fill()
     before = bed.resolved("mytool project")
     (bed.job / "project/log").touch()
@@ -374,7 +377,7 @@ _PLACES = {
 
 
 def _parts(command: list[str], folder: Path, changed: str, text: str) -> tuple[object, object]:
-    """The parts of a key before and after a file is changed."""
+    """Return the parts of a key before and after a file is changed."""
     for name, content in {**_PLACES, "requirements.txt": text}.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -423,8 +426,11 @@ def _parts(command: list[str], folder: Path, changed: str, text: str) -> tuple[o
 def test_what_a_line_of_requirements_names_is_an_input(
     line: str, changed: str, tmp_path: Path
 ) -> None:
-    """`-e PROJECT`, wheels without "./" in front, quotes and file URLs with fewer signs than three
-    were left out, and a closed key served their old contents for ever."""
+    """Regression: `-e PROJECT`, wheels without "./", quoted names and short file URLs were left
+    out.
+
+    A closed key then restored their old contents for ever.
+    """
     command = ["pip", "install", "--no-index", "-r", "requirements.txt"]
     before, after = _parts(command, tmp_path, changed, f"{line}\n")
     assert before != after
@@ -458,7 +464,7 @@ def test_what_a_word_names_in_an_unusual_form_is_an_input(
 
 
 def test_a_script_that_sets_a_variable_very_often_is_read() -> None:
-    """The time grew with the third power: two minutes for such a script."""
+    """Regression: the time grew with the third power, to two minutes for such a script."""
     text = "\n".join(f"A=b{at}; cat $A" for at in range(2400))
-    # Of which file it reads nothing is known: the key is open.
+    # The file that it reads is unknown, so the key is open.
     assert hints_of(["sh", "-c", text]).programs == ("cat",)

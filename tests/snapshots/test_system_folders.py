@@ -1,4 +1,4 @@
-"""Where a snapshot of somebody else may be restored to without a word of the user's."""
+"""Folders to which another user's snapshot may be restored without the user's consent."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def test_what_is_free(path: str) -> None:
 
 
 def _of_a_stranger(manifest: Manifest, path: bytes) -> Manifest:
-    """The same content for another target."""
+    """Return a manifest with the same content for another target."""
     (target,) = manifest.targets
     return replace(manifest, targets=(replace(target, path=path),))
 
@@ -67,7 +67,7 @@ def _of_a_stranger(manifest: Manifest, path: bytes) -> Manifest:
 def test_a_strangers_snapshot_does_not_choose_where_it_goes(
     tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A named bug: restoring one by its name wrote wherever it said, without a word."""
+    """Regression: a restore by name wrote to any path in the manifest without asking."""
     node = make_node("a")
     home = tmp_path / "home"
     home.mkdir()
@@ -85,7 +85,7 @@ def test_a_strangers_snapshot_does_not_choose_where_it_goes(
             restore_snapshot(node, "env", report=said.append)
         assert said == [f"restoring to '{evil}'"]
         assert not evil.exists()
-        # Nor by a link that leads there.
+        # Nor through a symbolic link.
         link = tmp_path / "link"
         link.symlink_to(home)
         monkeypatch.setattr(

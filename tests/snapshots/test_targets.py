@@ -94,13 +94,13 @@ def test_inferred(
 def test_variables_of_pip_say_where_it_installs(
     variables: dict[str, str], expected: tuple[bytes, ...]
 ) -> None:
-    """Nothing was captured, and other nodes got that."""
+    """Regression: nothing was captured, and other nodes restored that."""
     found = infer_targets(hints_of(["pip", "install", "a"]), _SYSTEM, variables, "/job")
     assert found.paths == expected
 
 
 def test_uv_takes_the_environment_of_the_folder(tmp_path: Path) -> None:
-    """Where none is active; nothing was captured."""
+    """Regression: without an active environment nothing was captured."""
     job = tmp_path / "project/deep"
     job.mkdir(parents=True)
     (tmp_path / "project/.venv").mkdir()
@@ -128,7 +128,7 @@ def test_nested_targets_are_one() -> None:
 
 
 def test_the_python_of_a_console_script(tmp_path: Path) -> None:
-    """A root of its own: nothing outside of it is looked at."""
+    """The root is another one: nothing outside of it is read."""
     for name in ("usr/bin/python3", "opt/env/bin/python3", "opt/shims/python3"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("#!/bin/sh\n")
@@ -162,12 +162,12 @@ def test_a_real_interpreter_answers() -> None:
 def test_a_python_that_says_too_much_or_hangs_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A named fault: all of its output was kept, for as long as it went on."""
+    """Regression: all of its output was kept, for as long as it ran."""
     python = tmp_path / "python3"
     python.write_text("#!/bin/sh\nexec yes\n")
     python.chmod(0o755)
     assert probe(str(python), run_plainly, cwd=None, env=None) is None
-    # One whose child keeps the pipe open ends, too.
+    # A Python whose child keeps the pipe open is ended, too.
     monkeypatch.setattr(asking, "PROBE_TIMEOUT_S", 1.0)
     python.write_text("#!/bin/sh\nsleep 20 &\nexec sleep 600\n")
     assert probe(str(python), run_plainly, cwd=None, env=None) is None
@@ -234,7 +234,7 @@ def test_an_interpreter_is_asked_again_when_it_was_changed(tmp_path: Path) -> No
     assert len(asked) == 1
     look(PYTHONUSERBASE="/elsewhere")
     assert len(asked) == 2
-    # Now it is one of a virtual environment.
+    # Now the Python is a virtual environment's.
     (tmp_path / "pyvenv.cfg").write_text("home = /usr/bin\n")
     look(PYTHONUSERBASE="/elsewhere")
     look(PYTHONUSERBASE="/elsewhere")

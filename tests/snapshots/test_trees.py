@@ -1,4 +1,4 @@
-"""Snapshots that are linked from the node's extracted trees: reflinks; the trees."""
+"""Snapshots linked from extracted trees on the node: reflinks, and the trees themselves."""
 
 import contextlib
 import os
@@ -22,21 +22,21 @@ from testbed.needs import MissingError, require
 from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.crash_driver import DELTA, make_base
-from tests.snapshots.support.driving import driven
+from tests.snapshots.support.driving import run_driver
 
 _TIMEOUT_S = 60.0
 
 
 @pytest.fixture
 def reflinking(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a file system whose files can share blocks."""
+    """Folder on a file system whose files can share blocks."""
     with _file_system(tmp_path, 320 * 2**20, "mkfs.xfs", "-q") as top:
         yield top
 
 
 @pytest.fixture
 def coarse(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a file system that keeps whole seconds: ext4 with inodes of 128 bytes."""
+    """Folder on a file system with times in whole seconds: ext4 with inodes of 128 bytes."""
     options = ("-q", "-F", "-I", "128", "-O", "^has_journal")
     with _file_system(tmp_path, 64 * 2**20, "mkfs.ext4", *options) as top:
         yield top
@@ -44,7 +44,7 @@ def coarse(tmp_path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _file_system(folder: Path, size_bytes: int, make: str, *options: str) -> Iterator[Path]:
-    """A file system in a file."""
+    """Yield a folder on a new file system in a file."""
     require("root")
     if not shutil.which(make):
         raise MissingError(f"needs {make}")
@@ -106,10 +106,10 @@ def test_reflinks_are_the_original_and_writes_stay_out_of_the_cache(reflinking: 
         (target / "small").write_text("written by a job")
         with (target / "large").open("r+b") as file:
             file.write(b"written in place")
-    # The second came from the tree: only the index was fetched.
+    # The second restore came from the tree: only the index was fetched.
     assert result.moved_bytes < 100_000
     assert differences(original, describe(NodeTrees(node).path(_tree_digest(node)))) == []
-    # Now that the tree is here, linking is what is chosen.
+    # Since the tree is here, linking is chosen.
     shutil.rmtree(target)
     assert run_setup(replace(node, restore_mode="auto"), request).mode == "link"
 
@@ -128,7 +128,7 @@ def test_a_reflinked_difference_is_the_original(reflinking: Path) -> None:
 
 
 def test_killed_while_blocks_are_shared(reflinking: Path) -> None:
-    lines = driven("crash_driver.py", "restore_linked", reflinking, 3)
+    lines = run_driver("crash_driver.py", "restore_linked", reflinking, 3)
     assert sum(line.endswith("killed") for line in lines) >= 2
 
 
@@ -154,11 +154,11 @@ def test_trees_in_use_are_not_removed(tmp_path: Path, make_node: MakeNode) -> No
         pytest.fail("the tree is whole")
 
     with trees.using(digests[2], tree, build) as (path, _):
-        # As if it was the longest unused.
+        # Make it the least recently used tree.
         os.utime(path.with_suffix(".lock"), ns=(0, 0))
         assert trees.trim(60_000) == 2
         assert [trees.has(digest) for digest in digests] == [False, False, True]
-        # Nor is a damaged one made anew under its user.
+        # Nor is a damaged tree replaced while it is used.
         (path / "file").write_bytes(b"")
         assert not is_whole(path, tree)
         impatient = NodeTrees(replace(node, deadline_s=0.1))
@@ -171,9 +171,9 @@ def test_trees_in_use_are_not_removed(tmp_path: Path, make_node: MakeNode) -> No
 def test_a_file_system_that_keeps_whole_seconds_has_trees(
     coarse: Path, tmp_path: Path, make_node: MakeNode
 ) -> None:
-    """A named fault: each look found other times, and the tree was extracted again, without end."""
+    """Regression: the tree looked changed at each look, and was extracted again without end."""
     node = replace(make_node("a"), cache_dir=coarse / "cache")
-    # Made where times are finer.
+    # Made on a file system with finer times.
     elsewhere = tmp_path / "env"
     text = f"mkdir {elsewhere}; for i in 1 2 3; do echo $i > {elsewhere}/$i; done"
     request = Request(command=["sh", "-ec", text], targets=[str(elsewhere)])
@@ -200,7 +200,7 @@ def test_a_file_system_that_keeps_whole_seconds_has_trees(
 def test_a_tree_that_does_not_stay_as_it_was_is_extracted_once(
     tmp_path: Path, make_node: MakeNode
 ) -> None:
-    """Then the set-up is restored the ordinary way, with one warning."""
+    """The set-up is then restored by extraction, with one warning."""
     target = tmp_path / "env"
     text = f"mkdir {target}; echo 1 > {target}/file"
     request = Request(command=["sh", "-ec", text], targets=[str(target)])

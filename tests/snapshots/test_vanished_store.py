@@ -1,4 +1,4 @@
-"""A mounted environment whose store's folder goes away, and comes back."""
+"""A mounted environment whose store's folder vanishes and comes back."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.mounted import unmount_snapshot
 from testbed.mounts.snapshot_mounts import WAIT_S, wait_gone
 from tests.snapshots.conftest import MakeNode
-from tests.snapshots.support.mounted_jobs import captured, small
+from tests.snapshots.support.mounted_jobs import capture_and_remove, small_setup
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -20,16 +20,16 @@ pytestmark = pytest.mark.needs("mount", "fuse")
 def test_a_read_waits_until_the_store_is_back(
     tmp_path: Path, mounting: MakeNode, has_mount_point: bool
 ) -> None:
-    """A named bug: it failed after milliseconds, although there was time until the deadline."""
-    request, target = small(tmp_path)
-    captured(mounting("a"), request, target)
+    """Regression: reads failed after milliseconds, in spite of a later deadline."""
+    request, target = small_setup(tmp_path)
+    capture_and_remove(mounting("a"), request, target)
     node = replace(mounting("b"), deadline_s=60.0)
     run_setup(node, request)
     (tmp_path / "store").rename(tmp_path / "away")
     if has_mount_point:
         (tmp_path / "store").mkdir()
     with subprocess.Popen(["cat", target / "d/file"], stdout=subprocess.PIPE) as reader:
-        # Long enough for a server that gives up early.
+        # Long enough that a server which gives up early would have done so.
         with pytest.raises(subprocess.TimeoutExpired):
             reader.wait(1.5)
         if has_mount_point:
@@ -42,9 +42,9 @@ def test_a_read_waits_until_the_store_is_back(
 
 
 def test_a_set_up_is_not_stored_where_a_share_was(tmp_path: Path, make_node: MakeNode) -> None:
-    request, target = small(tmp_path)
+    request, target = small_setup(tmp_path)
     node = make_node("a")
-    captured(node, request, target)
+    capture_and_remove(node, request, target)
     (tmp_path / "store").rename(tmp_path / "away")
     said: list[str] = []
     assert run_setup(node, request, report=said.append).how == "ran"

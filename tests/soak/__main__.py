@@ -1,6 +1,7 @@
-"""`python -m tests.soak`: rounds of jobs and faults for a while; goes on where it was stopped.
+"""`python -m tests.soak`: rounds of jobs and faults for a given time.
 
-Each round draws all that it does from the seed and its own number. Exit code 1 with findings.
+A soak continues where it was stopped. Each round is drawn from the seed and its number. Exit code 1
+with findings.
 """
 
 import argparse
@@ -27,7 +28,7 @@ _GC_EVERY = 7
 
 
 class Soak:
-    """What a soak has done so far, in a file, so that one that was stopped goes on."""
+    """State of a soak, kept in a file, so that a stopped soak continues."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._file = folder / "state.json"
@@ -39,7 +40,7 @@ class Soak:
         self.findings: list[str] = state.get("findings", [])
 
     def save(self) -> None:
-        """Write all of it down."""
+        """Write the state to the file."""
         self._file.write_text(json.dumps({k: v for k, v in vars(self).items() if k[0] != "_"}))
 
     def note(self, findings: list[str]) -> None:
@@ -50,7 +51,7 @@ class Soak:
 
 
 def play_round(site: SoakSite, soak: Soak) -> None:
-    """Some jobs at once, with some faults among them, until nothing of them is left."""
+    """Run some jobs and faults at once, and wait until nothing of them is left."""
     generator = random.Random(f"{soak.seed}:{soak.round}")
     users = generator.sample(site.users, generator.choice([1, 1, 2]))
     jobs = [
@@ -63,7 +64,7 @@ def play_round(site: SoakSite, soak: Soak) -> None:
     ]
     print(f"round {soak.round}: {[job.name for job in jobs]}", flush=True)
     begun_s = time.monotonic()
-    # What to do when: each fault begins and ends, also where all jobs are over meanwhile.
+    # Begins and ends of faults by time; a fault also ends if all jobs have ended before.
     tie = itertools.count()
     agenda: list[tuple[float, int, str, Callable[[], object]]] = []
     for fault in faults:
@@ -91,7 +92,7 @@ def _judged(soak: Soak, job: SoakJob, has_fault: bool, job_count: int) -> list[s
         print(f"  {job.name}: {result}", flush=True)
     if kind.isupper():
         return [f"{job.name}: {result}"]
-    # With nothing wrong, only another job on the same path is a reason to refuse one.
+    # Without a fault, a job may fail only if another job uses the same path.
     if kind == "failed" and not has_fault and job_count == 1:
         return [f"{job.name} without any fault: {result}"]
     return []
@@ -105,7 +106,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "bootseer-soak"))
     arguments = parser.parse_args()
     reset_signals()
-    # Stopped in either way it leaves nothing behind.
+    # SIGTERM ends the soak as Ctrl-C does, so that nothing is left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if missing := missing_tools():
         print(f"skipped: the soak needs {', '.join(missing)}")

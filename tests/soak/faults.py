@@ -1,4 +1,4 @@
-"""What goes wrong in a soak. A fault ends by itself: `undo` is called when its time is over."""
+"""Faults of a soak. `undo` ends a fault at the end of its time."""
 
 import contextlib
 import os
@@ -19,19 +19,19 @@ _YOUNG_S = 1.0
 
 
 @dataclass
-class Fault:
-    """It begins after `after_s` and lasts for `for_s`."""
+class TimedFault:
+    """Fault that begins after `after_s` and lasts for `for_s`."""
 
     name: str
     after_s: float
     for_s: float
     begin: Callable[[], str | None]
-    """Returns what was hit, for the log."""
+    """Begins the fault; returns its target for the log."""
     undo: Callable[[], None]
 
 
-def draw_fault(site: SoakSite, user: User, generator: random.Random) -> Fault:
-    """One of the faults, at a random moment of the jobs that run."""
+def draw_fault(site: SoakSite, user: User, generator: random.Random) -> TimedFault:
+    """Draw one fault at a random time."""
     makers = [_kill, _kill, _kill, _kill_servers, _stop, _store_away, _registry_stopped]
     makers.append(_keep_stopped)
     if site.freezers:
@@ -45,10 +45,10 @@ def draw_fault(site: SoakSite, user: User, generator: random.Random) -> Fault:
 
 
 def _hit(user: User, generator: random.Random, number: signal.Signals) -> tuple[int, str]:
-    """Send a signal to one of the processes of a node; which one, 0 for none, and its name."""
+    """Send a signal to a random process of a node; return its id (0 for none) and a name."""
     found = user.node.processes()
     if not found:
-        return 0, "nobody"
+        return 0, "no process"
     pid = generator.choice(sorted(found))
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
@@ -57,19 +57,19 @@ def _hit(user: User, generator: random.Random, number: signal.Signals) -> tuple[
 
 def _kill(
     site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
-) -> Fault:
+) -> TimedFault:
     number = generator.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 
     def begin() -> str:
         return _hit(user, generator, number)[1]
 
-    return Fault(f"{number.name} for {user.uid}", after_s, for_s, begin, lambda: None)
+    return TimedFault(f"{number.name} for {user.uid}", after_s, for_s, begin, lambda: None)
 
 
 def _kill_servers(
     site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
-) -> Fault:
-    """Each server with its supervisor, so that nobody is left to start another one."""
+) -> TimedFault:
+    """Kill all servers with their supervisors, so that no server is restarted."""
 
     def begin() -> str:
         servers = _servers(user)
@@ -78,18 +78,20 @@ def _kill_servers(
                 os.kill(pid, signal.SIGKILL)
         return str(servers)
 
-    return Fault(f"SIGKILL for all servers of {user.uid}", after_s, for_s, begin, lambda: None)
+    return TimedFault(f"SIGKILL for all servers of {user.uid}", after_s, for_s, begin, lambda: None)
 
 
 def _servers(user: User) -> list[int]:
-    """The processes that serve mounts, and those that watch them."""
+    """Return the ids of servers and their supervisors."""
     found = user.node.processes()
     return [pid for pid, line in found.items() if "serve" in line.split(" -c ")[0]]
 
 
 def _workers(user: User) -> list[int]:
-    """The processes of servers that are watched by another one and have served for a while: until
-    then they are given much more time."""
+    """Return the ids of servers that have a supervisor and have run for a while.
+
+    Before that, a supervisor allows them much more time.
+    """
     servers, workers = _servers(user), []
     for pid in servers:
         with contextlib.suppress(OSError):
@@ -103,7 +105,7 @@ def _workers(user: User) -> list[int]:
 
 def _stop(
     site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
-) -> Fault:
+) -> TimedFault:
     stopped: list[int] = []
 
     def begin() -> str:
@@ -117,13 +119,13 @@ def _stop(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
-    return Fault(f"SIGSTOP for {user.uid}", after_s, 2 * for_s, begin, undo)
+    return TimedFault(f"SIGSTOP for {user.uid}", after_s, 2 * for_s, begin, undo)
 
 
 def _keep_stopped(
     site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
-) -> Fault:
-    """Workers are stopped again whenever they are told to continue, and answer in between."""
+) -> TimedFault:
+    """Stop workers again whenever they are continued, while they answer in between."""
     is_over = threading.Event()
     thread: list[threading.Thread] = []
 
@@ -141,10 +143,10 @@ def _keep_stopped(
     def undo() -> None:
         is_over.set()
         thread[0].join()
-        # Whoever has one of their numbers now is not ours to tell.
+        # Only servers get the signal: another process may have a number of an ended worker by now.
         _signal(_servers(user), signal.SIGCONT)
 
-    return Fault(f"workers of {user.uid} kept stopped", after_s, 9 + 2 * for_s, begin, undo)
+    return TimedFault(f"workers of {user.uid} kept stopped", after_s, 9 + 2 * for_s, begin, undo)
 
 
 def _signal(pids: list[int], number: signal.Signals) -> None:
@@ -155,14 +157,14 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
 
 def _freeze(
     site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
-) -> Fault:
-    """All of a node's processes, as `docker pause` freezes them, or the workers only."""
+) -> TimedFault:
+    """Freeze all processes of a node, as `docker pause` does, or only the workers."""
     chosen, is_all = generator.choice(site.freezers), generator.choice([True, False])
     stack = contextlib.ExitStack()
 
     def begin() -> str:
         find = user.node.processes if is_all else lambda: _workers(user)
-        # A job has no servers when it begins.
+        # A job has no servers at its begin.
         for _ in polling(_FIND_S, 0.05):
             if pids := list(find()):
                 break
@@ -171,14 +173,14 @@ def _freeze(
 
     who = "all" if is_all else "workers"
     name = f"{who} of {user.uid} frozen by {chosen.top}"
-    # Workers longer than any may be silent: they are killed and replaced.
+    # Workers for longer than their supervisors allow: they are killed and replaced.
     lasts_s = generator.choice([2, 5]) * for_s if is_all else 9 + 2 * for_s
-    return Fault(name, after_s, lasts_s, begin, stack.close)
+    return TimedFault(name, after_s, lasts_s, begin, stack.close)
 
 
 def _hdfs_fault(
     site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
-) -> Fault:
+) -> TimedFault:
     hdfs = site.hdfs
     assert hdfs is not None
     index = generator.randrange(hdfs.datanode_count)
@@ -192,7 +194,7 @@ def _hdfs_fault(
         ("HDFS stopped", hdfs.pause, hdfs.resume),
     ]
     name, break_it, mend_it = generator.choice(kinds)
-    # It obeys nobody while it is stopped: one such fault at a time.
+    # One fault of HDFS at a time: a stopped JVM does not answer commands.
     held: list[bool] = []
 
     def begin() -> str:
@@ -208,12 +210,12 @@ def _hdfs_fault(
             hdfs.wait_for_datanodes(hdfs.datanode_count)
             site.hdfs_is_free.release()
 
-    return Fault(name, after_s, generator.choice([1, 4]) * for_s, begin, undo)
+    return TimedFault(name, after_s, generator.choice([1, 4]) * for_s, begin, undo)
 
 
 def _store_away(
     site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
-) -> Fault:
+) -> TimedFault:
     away = user.store.with_name("store-away")
 
     def begin() -> str:
@@ -228,17 +230,17 @@ def _store_away(
             _merge(user.store, away)
         away.rename(user.store)
 
-    return Fault(f"store of {user.uid} away", after_s, for_s, begin, undo)
+    return TimedFault(f"store of {user.uid} away", after_s, for_s, begin, undo)
 
 
 def _merge(made: Path, away: Path) -> None:
-    """What was stored where the store was missing gives way: its writer was told of a new store."""
+    """Move away the store that was made while the real one was missing: its writers were warned."""
     made.rename(away.with_name(f"store-made-{os.urandom(4).hex()}"))
 
 
 def _registry_stopped(
     site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
-) -> Fault:
+) -> TimedFault:
     def begin() -> str:
         os.kill(site.registry_pid, signal.SIGSTOP)
         return site.registry.host
@@ -246,13 +248,13 @@ def _registry_stopped(
     def undo() -> None:
         os.kill(site.registry_pid, signal.SIGCONT)
 
-    return Fault("registry stopped", after_s, for_s, begin, undo)
+    return TimedFault("registry stopped", after_s, for_s, begin, undo)
 
 
 def _disk_full(
     site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
-) -> Fault:
-    # The cache's file system is mounted in the user's namespace only.
+) -> TimedFault:
+    # The cache's file system is mounted in the user's mount namespace only.
     filler = Path(f"/proc/{user.holder.pid}/root{user.node.base}/cache/filler")
 
     def begin() -> str:
@@ -265,4 +267,4 @@ def _disk_full(
         with contextlib.suppress(OSError):
             filler.unlink(missing_ok=True)
 
-    return Fault(f"cache of {user.uid} full", after_s, 2 * for_s, begin, undo)
+    return TimedFault(f"cache of {user.uid} full", after_s, 2 * for_s, begin, undo)

@@ -1,4 +1,4 @@
-"""What users of the soak start: each job is a real command that checks the bytes it was given."""
+"""Jobs of the soak: real commands that check the bytes they read."""
 
 import random
 import re
@@ -13,18 +13,19 @@ from typing import TypeAlias
 from tests.soak.site import CHECK_IMAGE, VERSIONS, SoakSite, User
 
 MOUNT_PREFIX = "image-"
-"""Of folders on which a job mounts an image by itself."""
+"""Prefix of folders on which a job itself mounts an image."""
 JOB_S = 150.0
-"""Far above any deadline of ours: a job that takes longer hangs."""
+"""Time limit far above Bootseer's deadlines: a job that takes longer hangs."""
 Drawn: TypeAlias = tuple[list[str], str, tuple[str, str] | None]
-"""A job's command, its name, and the URL and the name of what it saves."""
+"""Command of a job, its name, and the URL and name of the checkpoint it saves."""
 
-# Imports all, may write, then reads again for a while: others of this node come and go meanwhile.
+# Imports all modules, may write, and then reads the files again for a while, in which other jobs of
+# the node begin and end.
 CHECK_ENVIRONMENT = """
 import importlib, os, sys, time
 parent = os.getppid()
 def fail(what):
-    # What a job that was killed left behind sees the folder without the job's mount.
+    # Processes that a killed job left behind see the folder without the job's mount.
     sys.exit(f"WRONG BYTES: {what}" if os.getppid() == parent else "the job was killed")
 target, version, writes, ends = *sys.argv[1:4], time.monotonic() + float(sys.argv[4])
 sys.path.insert(0, target)
@@ -45,12 +46,12 @@ while time.monotonic() < ends:
 print("right", flush=True)
 """
 
-# Each checkpoint says what it holds, so that half of one cannot be taken for a whole.
+# Each checkpoint holds the checksum of its content, so that a partial one is noticed.
 CHECK_AND_SAVE = """
 import hashlib, os, random, sys, time
 folder, number, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 def check_mounted():
-    # Who ends a server by SIGTERM unmounts: the job sees the folder beneath.
+    # SIGTERM makes a server unmount: the job then sees the folder below the mount.
     if not os.path.ismount(folder):
         sys.exit("nothing is mounted any more")
 names = sorted(os.listdir(folder))
@@ -78,23 +79,23 @@ print("right", flush=True)
 
 @dataclass
 class SoakJob:
-    """A job that runs."""
+    """Running job."""
 
     user: User
     name: str
     process: "subprocess.Popen[str]"
     ends_s: float
     saves: tuple[str, str] | None
-    """The URL and the name of the checkpoint that it saves."""
+    """URL and name of the checkpoint that the job saves."""
 
     def result(self) -> str:
-        """`right`, `failed: ...` for an error that is said, or a finding in capitals."""
+        """Return `right`, `failed: ...` for a reported error, or a finding in capitals."""
         try:
             out, err = self.process.communicate(timeout=max(1, self.ends_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             left = "; ".join(self.user.node._waiting())
             self.process.kill()
-            # Who inherited its pipes may live on.
+            # Do not wait for the pipes: other processes may have inherited them.
             return f"HANGS: {self.name}: {left}"
         if "WRONG BYTES" in err + out:
             return f"WRONG BYTES: {err.strip()[-500:]}"
@@ -108,7 +109,7 @@ class SoakJob:
 
 
 def start_job(site: SoakSite, user: User, generator: random.Random) -> SoakJob:
-    """One of the kinds of jobs, as `generator` draws."""
+    """Start a job of a random kind."""
     kinds = [_image_run, _image_mount, _environment, _environment]
     kinds += [_checkpoint, _checkpoint, _several]
     words, name, saves = generator.choice(kinds)(site, user, generator)
@@ -134,7 +135,7 @@ def _image_run(site: SoakSite, user: User, generator: random.Random) -> Drawn:
 
 
 def _image_mount(site: SoakSite, user: User, generator: random.Random) -> Drawn:
-    """Mounts, reads and unmounts, whatever the reading came to."""
+    """Mount an image, read it and unmount it in any case."""
     directory = user.node.base / f"{MOUNT_PREFIX}{generator.randrange(10**6)}"
     ours = shlex.join([sys.executable, "-m", "bootseer"])
     check = shlex.join([sys.executable, "-c", CHECK_IMAGE, str(directory), "seed"])
@@ -185,7 +186,7 @@ def _checkpoint(site: SoakSite, user: User, generator: random.Random) -> Drawn:
 
 
 def _several(site: SoakSite, user: User, generator: random.Random) -> Drawn:
-    """An environment and a checkpoint in one start."""
+    """Use an environment and a checkpoint in one start."""
     options, check = _set_up(site, user, generator)
     more, save, saves = _saving(site, user, generator)
     script = f"{shlex.join(check)} && {shlex.join(save)}"

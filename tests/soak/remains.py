@@ -1,4 +1,4 @@
-"""What jobs leave behind: found by the kernel's own lists, not by Bootseer's."""
+"""Remains of jobs, found in the kernel's lists of processes and mounts."""
 
 import json
 import os
@@ -12,17 +12,19 @@ from tests.soak.jobs import MOUNT_PREFIX
 from tests.soak.site import SoakSite, User
 
 SETTLE_S = 120.0
-"""Servers end after their jobs, publishers when all is stored; each within its deadlines."""
+"""Time limit for servers to end after their jobs, and for publishers to store everything."""
 _COMMAND_S = 120.0
 _IN_USE = ("run/mounts/*", "cache/containers/*", "cache/streams/new-*")
 _DAYS_S = 3 * 86400
-"""What nobody ended is removed when it is a day old; an hour's soak makes it older."""
+"""Age at which abandoned files are collected, with a margin for the soak's length."""
 
 
 def settle(user: User) -> list[str]:
-    """Wait until nothing of this user's jobs lives; unmount as an operator would what a job that
-    was killed has mounted by itself, and what servers that were killed with their supervisors have
-    left. Returns findings."""
+    """Wait until no process or mount of this user's jobs is left; return findings.
+
+    Like an operator, it unmounts images of killed jobs and mounts whose servers were killed
+    together with their supervisors.
+    """
     findings = []
     for point in user.mounts():
         if Path(point).name.startswith(MOUNT_PREFIX):
@@ -46,7 +48,7 @@ def _alive(user: User) -> list[str]:
 
 
 def _unmounted(user: User, point: str) -> list[str]:
-    """Take off a dead mount by the command that the documents name for it."""
+    """Unmount a dead mount by the documented command; return findings."""
     said = []
     done = run(user, "unmount", point)
     said.append(f"unmount: {done.returncode} {done.stderr.strip()[-150:]}")
@@ -58,7 +60,7 @@ def _unmounted(user: User, point: str) -> list[str]:
 
 
 def run(user: User, *words: object) -> "subprocess.CompletedProcess[str]":
-    """A command of Bootseer's as this user, waited for."""
+    """Run a command of Bootseer as this user."""
     try:
         return subprocess.run(
             user.bootseer(*words),
@@ -70,7 +72,7 @@ def run(user: User, *words: object) -> "subprocess.CompletedProcess[str]":
 
 
 def final_findings(site: SoakSite) -> list[str]:
-    """What is left when all is over and each user's store has been collected."""
+    """Return findings on remains of the soak, after a collection of each user's store."""
     findings = [finding for user in site.users for finding in _final(user)]
     for user in site.users:
         for url in site.checkpoint_urls(user):
@@ -81,7 +83,7 @@ def final_findings(site: SoakSite) -> list[str]:
 
 
 def _left_of_checkpoints(user: User, url: str) -> list[str]:
-    """Damage, and in a folder, whose files can be made old, garbage."""
+    """Return damage of checkpoints, and garbage in a folder, whose files can be made old."""
     findings = []
     verified = run(user, "checkpoint", "verify", url)
     if verified.returncode:
@@ -108,14 +110,14 @@ def _make_old(folder: Path) -> None:
 
 def _served(user: User) -> list[dict[str, Any]]:
     rows = json.loads(run(user, "status", "--json").stdout)["served"]
-    # What a killed attendant leaves is for the next start, and nobody else need do anything.
+    # The files of a killed attendant are left to the next start.
     dead = [row for row in rows if row["health"] == "dead" and row["kind"] != "attendant"]
     return [row for row in rows if row["figures"] is not None or row in dead]
 
 
 def _final(user: User) -> list[str]:
     findings = settle(user)
-    # What is still listed there has died with its supervisor: its row names the command to end it.
+    # Servers that are still listed have died with their supervisors: their rows name the command.
     for row in _served(user):
         for where in row["where"]:
             run(user, "unmount", where)
@@ -132,14 +134,14 @@ def _final(user: User) -> list[str]:
             findings.append(f"WRONG BYTES: snapshot verify {name}: {checked.stderr[-300:]}")
     findings += _left_in_store(user)
     for pattern in _IN_USE:
-        # Its cache may lie in a file system of the user's namespace.
+        # The cache may be a file system of the user's mount namespace.
         node = Path(f"/proc/{user.holder.pid}/root{user.node.base}")
         findings += [f"LEFT: {path.relative_to(node)}" for path in node.glob(pattern)]
     return findings
 
 
 def _left_in_store(user: User) -> list[str]:
-    """The leases and temporaries that a collection leaves although they are old."""
+    """Return the old leases and temporary files that a collection leaves."""
     _make_old(user.store)
     collected = run(user, "gc", "--delete")
     if collected.returncode:
@@ -149,7 +151,7 @@ def _left_in_store(user: User) -> list[str]:
         for path in user.store.rglob("*")
         if path.is_file()
         and path.relative_to(user.store).parts[0] in (".tmp", "leases")
-        # A lease says by itself when it is over.
+        # A lease holds its own expiry.
         and not (path.parent != user.store / ".tmp" and _is_held(path))
     ]
 

@@ -1,7 +1,7 @@
-"""Where the soak happens: one image in a registry, wheels, and users with a store and a node each.
+"""Site of the soak: an image in a registry, wheels, and users with a store and a node each.
 
-Each user has a mount namespace of its own that lives as long as the site, so that jobs of one user
-meet on their node and nothing is left on the machine however the soak ends.
+Each user has a mount namespace that lives as long as the site, so that jobs of one user share their
+node, and no mount is left on the machine at the end.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from testbed.users import as_user
 from testbed.wheels import make_wheel
 
 USER_IDS = (0, 65534, 1)
-"""Root, nobody and daemon: fusermount3 mounts for nobody who has no name."""
+"""Root, nobody and daemon; fusermount3 refuses users without a name."""
 CACHE_BYTES = 96 << 20
-"""Of the root user's node, whose cache is a small file system that can be filled."""
+"""Size of the root user's cache, which is a small file system that can be filled."""
 VERSIONS = ("1", "2", "3")
 _FILE_COUNT = 300
 _PACKAGE_FILE_COUNT = 150
 _NEEDED = ("unshare", "nsenter", "setpriv", "mount", "fusermount3", "skopeo", "docker-registry")
 
-# Prints `right` if each named file has the content that its name and the seed decide.
+# Prints `right` if each file has the content that follows from its name.
 CHECK_IMAGE = """
 import random, sys
 root, seed = sys.argv[1], sys.argv[2]
@@ -49,7 +49,7 @@ for name in random.Random(seed).sample(names, 120):
 print("right", flush=True)
 """
 
-# A mount of ordinary users needs a device that they may open.
+# Ordinary users need a /dev/fuse that they may open.
 _HOLD = """
 mount --make-rprivate / &&
 mount -t tmpfs -o dev tmpfs /mnt && mknod -m 666 /mnt/fuse c 10 229 &&
@@ -61,28 +61,28 @@ echo ready && exec sleep infinity
 
 @dataclass
 class User:
-    """One user's node, its store and the process that holds its mount namespace."""
+    """User with a node, a store and a process that holds the mount namespace."""
 
     uid: int
     node: Node
     store: Path
     holder: "subprocess.Popen[str]"
     saved: dict[str, set[str]] = field(default_factory=dict)
-    """URL -> the names of the checkpoints that were saved there: none of them may go."""
+    """Names of the saved checkpoints by URL; none of them may be lost."""
 
     def command(self, *words: object) -> list[str]:
-        """A command line that this user runs on its node."""
+        """Return a command line that this user runs on its node."""
         enter = ["nsenter", f"--mount=/proc/{self.holder.pid}/ns/mnt", "--"]
         if self.uid:
             enter += as_user(self.uid, reading_all=True)
         return [*enter, "sh", "-c", 'cd "$0" && exec "$@"', str(self.node.base), *map(str, words)]
 
     def bootseer(self, *words: object) -> list[str]:
-        """A command of Bootseer's as this user."""
+        """Return a command line of Bootseer for this user."""
         return self.command(sys.executable, "-m", "bootseer", *words)
 
     def mounts(self) -> list[str]:
-        """What is mounted below this node's folder, in its namespace, but the cache itself."""
+        """Return the mount points below this node's folder, except the cache itself."""
         lines = Path(f"/proc/{self.holder.pid}/mountinfo").read_text().splitlines()
         points = [line.split(" ")[4] for line in lines]
         below = f"{self.node.base}/"
@@ -91,12 +91,12 @@ class User:
 
 @dataclass
 class SoakSite:
-    """All that jobs work with."""
+    """Users, image, servers and wheels of the jobs."""
 
     folder: Path
     users: Sequence[User]
     image: Path
-    """An OCI layout with the tag `train`."""
+    """OCI layout with the tag `train`."""
     registry: Registry
     registry_pid: int
     wheels: Path
@@ -105,13 +105,13 @@ class SoakSite:
     hdfs_is_free: threading.Lock = field(default_factory=threading.Lock)
 
     def checkpoint_urls(self, user: User) -> list[str]:
-        """The folders for a user's checkpoints."""
+        """Return the folders for a user's checkpoints."""
         urls = [(user.store.parent / "checkpoints").as_uri()]
         return urls + ([f"{self.hdfs.url}/soak/{user.uid}"] if self.hdfs else [])
 
 
 def missing_tools() -> list[str]:
-    """What this machine lacks for a soak."""
+    """Return the programs and privileges for a soak that this machine lacks."""
     missing = [name for name in _NEEDED if not shutil.which(name)]
     if os.geteuid() != 0:
         missing.append("root")
@@ -122,7 +122,7 @@ def missing_tools() -> list[str]:
 
 @contextlib.contextmanager
 def open_site(folder: Path) -> Iterator[SoakSite]:
-    """Make what is not there from an earlier soak; end every process of it afterwards."""
+    """Yield the site, reusing files of an earlier soak; end all its processes afterwards."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
     image, wheels = folder / "image", folder / "wheels"
@@ -139,12 +139,12 @@ def open_site(folder: Path) -> Iterator[SoakSite]:
         if hdfs:
             stack.callback(hdfs.stop)
         if not freezing:
-            print("left out: this machine lets nobody freeze a cgroup")
+            print("left out: cgroups cannot be frozen on this machine")
         yield SoakSite(folder, users, image, registry, pid, wheels, hdfs, freezing)
 
 
 def _hdfs(folder: Path) -> MiniHdfs | None:
-    """With two replicas of each block, so that one DataNode's death loses nothing."""
+    """Start an HDFS with two replicas, so that the death of one DataNode loses nothing."""
     try:
         return MiniHdfs(folder / "hdfs", conf={"dfs.replication": "2"}).start()
     except MissingError as error:

@@ -1,4 +1,4 @@
-"""The soak itself, for a round: that it finds nothing, and goes on where it was stopped."""
+"""A round of the soak has no findings, and a stopped soak continues."""
 
 import json
 import subprocess

@@ -1,6 +1,6 @@
-"""Renders docs/cli.md from the commands themselves: `python -m tests.support.cli_reference`.
+"""Renders docs/cli.md from the commands: `python -m tests.support.cli_reference`.
 
-tests/docs/test_cli_reference.py fails when the committed file is not what this writes.
+tests/docs/test_cli_reference.py fails if the committed file differs.
 """
 
 from collections.abc import Iterator
@@ -17,15 +17,18 @@ PATH = REPOSITORY / "docs" / "cli.md"
 
 
 def root_context(**options: Any) -> click.Context:
-    """As the command line itself makes it. A context without these settings would also spoil the
-    help of each command for the rest of the process: click caches it."""
+    """Return the context of the command line itself.
+
+    A context without its settings would spoil each command's help for the whole process, since
+    click caches it.
+    """
     return click.Context(cli, info_name="bootseer", **cli.context_settings, **options)
 
 
 def commands(
     command: click.Command, context: click.Context
 ) -> Iterator[tuple[click.Command, click.Context]]:
-    """Every command below and including `command`, groups before their members."""
+    """Yield `command` and every command below it, groups before their members."""
     yield command, context
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
@@ -57,7 +60,7 @@ def _settings() -> Iterator[str]:
 
 
 def render() -> str:
-    """The whole reference as Markdown."""
+    """Return the whole reference as Markdown."""
     lines = [
         "# Command line",
         "",

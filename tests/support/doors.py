@@ -1,6 +1,6 @@
-"""What tests import of the product: its doors (tests/doors.txt), or a part (tests/parts.txt).
+"""Modules of the product that tests import: doors (tests/doors.txt), or parts (tests/parts.txt).
 
-`python -m tests.support.doors` writes tests/parts.txt anew from what the tests import.
+`python -m tests.support.doors` writes tests/parts.txt anew from the tests' imports.
 """
 
 import ast
@@ -12,7 +12,7 @@ from testbed.paths import REPOSITORY
 
 PRODUCT = "bootseer"
 _NAME = rf"{PRODUCT}(?:\.\w+)*"
-# In the text of a program for another process.
+# Imports in the text of a program for another process.
 _CODE = re.compile(rf"^ *(?:from ({_NAME}) import ([\w, ]+)|import ({_NAME}))", re.MULTILINE)
 DOORS = REPOSITORY / "tests/doors.txt"
 PARTS = REPOSITORY / "tests/parts.txt"
@@ -29,7 +29,7 @@ def read_doors() -> set[str]:
 
 
 def read_parts() -> dict[str, list[str]]:
-    """Return the modules beside doors that each listed file may import, by the file's path."""
+    """Return by file the modules, other than doors, that the file may import."""
     return {path: parts for path, *parts in map(str.split, _lines(PARTS))}
 
 
@@ -41,7 +41,7 @@ def _lines(path: Path) -> list[str]:
 def modules() -> set[str]:
     """Return the names of all modules and packages of the product."""
     top = REPOSITORY / PRODUCT
-    # Three of its packages are links, which a pattern does not follow.
+    # Three packages are symbolic links, which `rglob` does not follow.
     folders = [top, *(entry for entry in top.iterdir() if entry.is_symlink())]
     files = {top / path.relative_to(top) for folder in folders for path in folder.rglob("*.py")}
     names = (".".join(file.relative_to(REPOSITORY).with_suffix("").parts) for file in files)
@@ -49,9 +49,9 @@ def modules() -> set[str]:
 
 
 def imported(source: str, known: set[str]) -> set[str]:
-    """Return those of the modules `known` that the source text uses.
+    """Return the modules of `known` that the source text uses.
 
-    It imports them, has another process import them, or names what it replaces in them.
+    The text imports them, lets another process import them, or names objects to replace in them.
     """
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -76,14 +76,14 @@ def _from(module: str, names: Iterable[str], known: set[str]) -> set[str]:
 
 
 def _module_of(path: str, known: set[str]) -> str:
-    """Return the module in which a dotted path names something; "" for none."""
+    """Return the module of `known` that a dotted path begins with, or ""."""
     while path and path not in known:
         path = path.rpartition(".")[0]
     return path
 
 
 def parts_of(folder: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each file below a folder of the checkout that imports more than doors, and what."""
+    """Yield each file below a folder that imports other modules than doors, and those modules."""
     known, doors = modules(), read_doors()
     for path in sorted((REPOSITORY / folder).rglob("*.py")):
         parts = sorted(imported(path.read_text(encoding="utf-8"), known) - doors)

@@ -1,4 +1,4 @@
-"""A disk that is full, for one process."""
+"""A full disk for one process."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ import pytest
 
 
 class FullDisk:
-    """Refuses what is written at an offset, as the node cache does, while `is_full`."""
+    """Makes the node cache's writes (`pwrite`, `posix_fallocate`) fail while `is_full`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_full = True

@@ -1,4 +1,4 @@
-"""Documents that promise, and name the tests which hold them to it."""
+"""Check of documents whose promises name the tests that hold them."""
 
 import re
 
@@ -6,10 +6,13 @@ from testbed.paths import REPOSITORY
 
 
 def check_promises(promises: str) -> None:
-    """Every paragraph of text (several lines; no heading, no table) names tests, which exist."""
+    """Assert that every paragraph of text names existing tests.
+
+    Headings, tables and single lines are not checked.
+    """
     existing = set()
     for path in (REPOSITORY / "tests").rglob("test_*.py"):
-        # "=": a state machine.
+        # "=": the test case of a state machine.
         existing.update(
             re.findall(r"^(?:def )?(test_\w+)(?:\(| = )", path.read_text(encoding="utf-8"), re.M)
         )

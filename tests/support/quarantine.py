@@ -1,7 +1,7 @@
-"""Tests that are known to fail now and then: tests/quarantine.txt lists them.
+"""List of tests that are known to fail now and then: tests/quarantine.txt.
 
-A quarantined test runs, and its failure is shown, but does not fail the run. The list is for days,
-not for ever: a line older than DAYS_MAX fails the collection of all tests.
+A quarantined test runs and its failure is shown, but does not fail the run. Lines are temporary: a
+line older than DAYS_MAX fails the collection of all tests.
 """
 
 from datetime import date, timedelta
@@ -12,16 +12,16 @@ LIST = Path(__file__).parents[1] / "quarantine.txt"
 DAYS_MAX = 14
 
 
-class Line(NamedTuple):
-    """One quarantined test."""
+class QuarantinedTest(NamedTuple):
+    """Line of the list: a quarantined test."""
 
     since: date
     node_id: str
-    """Path of the file, two colons and the function's name; all of its parameters are meant."""
+    """Path of the file, two colons and the function's name, for all of its parameters."""
     reason: str
 
 
-def read(text: str, today: date) -> list[Line]:
+def read(text: str, today: date) -> list[QuarantinedTest]:
     """Return the lines of a list: DATE NODE_ID REASON.
 
     Raises: ValueError if a line cannot be read, gives no reason, or is too old.
@@ -32,11 +32,11 @@ def read(text: str, today: date) -> list[Line]:
             continue
         words = line.split(maxsplit=2)
         if len(words) < 3:
-            raise ValueError(f"tests/quarantine.txt: {line!r} is no DATE NODE_ID REASON")
+            raise ValueError(f"tests/quarantine.txt: {line!r} is not DATE NODE_ID REASON")
         since = date.fromisoformat(words[0])
         if today - since > timedelta(days=DAYS_MAX):
             raise ValueError(
                 f"tests/quarantine.txt: {words[1]} is there for more than {DAYS_MAX} days: mend it"
             )
-        found.append(Line(since, words[1], words[2]))
+        found.append(QuarantinedTest(since, words[1], words[2]))
     return found

@@ -1,4 +1,4 @@
-"""A function that returns bytes as one that a fetcher reads with."""
+"""Functions that return bytes, as the transfer engine's readers."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,8 @@ from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.chunks import Reader
 
 
-def into(read: Callable[[str, int, int], bytes]) -> Reader:
-    """`read(key, offset, length)` as a `Reader`, which tells nothing before it has ended."""
+def as_reader(read: Callable[[str, int, int], bytes]) -> Reader:
+    """Return `read(key, offset, length)` as a `Reader` that reports no progress before its end."""
 
     def read_into(key: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
         data = read(key, offset, len(buffer))[: len(buffer)]

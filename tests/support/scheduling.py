@@ -1,11 +1,10 @@
-"""How the tests share the workers of pytest-xdist; tests/conftest.py has the hooks that ask.
+"""Distribution of the tests to the workers of pytest-xdist; tests/conftest.py has the hooks.
 
-The unit that a worker takes is a file, or one test of a file that takes long and has no fixtures of
-its own to share. The tests on HDFS are one unit, since a cluster is a JVM of half a GiB that takes
-as much processor time as its tests; one that breaks the cluster is alone with it. So are those on
-Ceph's gateway. The longest unit
-begins first, by tests/durations.txt, so that no worker is left with it at the end. `make durations`
-writes that file anew.
+A worker takes a file at a time, or one test of a long file whose tests share no fixtures. The tests
+on HDFS are taken together, since a cluster is a JVM of half a GiB that uses as much processor time
+as its tests; so are the tests on Ceph's gateway. A test that breaks the cluster has one of its own.
+The longest unit begins first, by tests/durations.txt, so that no worker is left with it at the end.
+`make durations` writes that file anew.
 """
 
 import os
@@ -17,27 +16,27 @@ import pytest
 from xdist.scheduler import LoadGroupScheduling
 
 SERVERS = ("hdfs", "rgw")
-"""The markers of tests that share one server, and so a worker."""
+"""Markers of tests that share one server, and so a worker."""
 DURATIONS = Path(__file__).parents[1] / "durations.txt"
-"""A line a test: its seconds and its node id."""
-# More than the cores, because the tests wait for a third of their time: for a server to be up, a
-# lease to end, a process to be gone. Few more, because each may have torch or a JVM beside it, and
-# because no test should wait for the processor until a deadline ends it.
+"""File with a line for each test: its seconds and its node id."""
+# More workers than cores, because the tests wait for a third of their time: for a server's start, a
+# lease's end, a process's end. Few more, because each may have torch or a JVM beside it, and
+# because no test should wait for the processor until its deadline.
 _EXTRA_WORKERS = 4
 _MAX_WORKERS = 6
 _ALONE = "alone"
-"""The group's name of a test that is a unit of its own."""
+"""Group of the tests that are units of their own."""
 _NOTED_FROM_S = 1.0
-"""What takes less changes the order of nothing."""
+"""Least duration that is listed; shorter ones do not change the order."""
 _SHORT_S = 0.1
-"""What a test counts that is not listed."""
+"""Assumed duration of a test that is not listed."""
 _SPLIT_FROM_S = 10.0
 _SHARING = ("class", "module", "package")
 """Scopes of fixtures that several tests of a file share."""
 
 
 def worker_count() -> int:
-    """For `-n auto`."""
+    """Return the number of workers for `-n auto`."""
     return min(len(os.sched_getaffinity(0)) + _EXTRA_WORKERS, _MAX_WORKERS)
 
 
@@ -54,14 +53,14 @@ def durations_text(durations: Mapping[str, float]) -> str:
 
 
 def bare(node_id: str) -> str:
-    """Return a test's node id without the name of a group behind it."""
+    """Return a test's node id without the name of its group."""
     for group in (*SERVERS, _ALONE):
         node_id = node_id.removesuffix(f"@{group}")
     return node_id
 
 
 def arrange(items: list[pytest.Item], durations: Mapping[str, float]) -> None:
-    """Mark each test's unit, and sort the units, the longest first. In a worker."""
+    """Mark each test's unit and sort the units, the longest first. Runs in a worker."""
     totals: dict[str, float] = defaultdict(float)
     for item in items:
         totals[_file_of(item.nodeid)] += durations.get(item.nodeid, _SHORT_S)
@@ -80,7 +79,7 @@ def arrange(items: list[pytest.Item], durations: Mapping[str, float]) -> None:
     lengths: dict[str, float] = defaultdict(float)
     for item in items:
         lengths[units[item]] += durations.get(item.nodeid, _SHORT_S)
-    # Each file's own order stays.
+    # The order within a file stays.
     items.sort(key=lambda item: -lengths[units[item]])
 
 
@@ -93,7 +92,7 @@ def _file_of(node_id: str) -> str:
 
 
 def _shares(item: pytest.Item) -> bool:
-    """Whether a test uses a fixture that others of its file use, too."""
+    """Return whether a test uses a fixture that other tests of its file use, too."""
     info = getattr(item, "_fixtureinfo", None)
     definitions: Iterable[object] = () if info is None else info.name2fixturedefs.values()
     return any(
@@ -105,9 +104,9 @@ def _shares(item: pytest.Item) -> bool:
 
 
 def check_groups(items: list[pytest.Item]) -> None:
-    """In a worker. Raises: UsageError where xdist has not put the group's name behind the tests'.
+    """Raise UsageError if xdist has not added the group's name to the tests' node ids.
 
-    Each worker would start an HDFS of its own then, and nobody would notice.
+    Each worker would then start an HDFS of its own, without any notice. Runs in a worker.
     """
     for item in items:
         server = _server_of(item)
@@ -116,7 +115,7 @@ def check_groups(items: list[pytest.Item]) -> None:
 
 
 class Scheduling(LoadGroupScheduling):  # type: ignore[misc]
-    """By file, but for tests that are alone, and for those on a server that is shared."""
+    """Scheduling by file, except for single tests and for tests that share a server."""
 
     def _split_scope(self, nodeid: str) -> str:
         for server in SERVERS:

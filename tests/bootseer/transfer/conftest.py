@@ -7,7 +7,7 @@ import pytest
 
 from bootseer.transfer.chunks import ChunkFetcher
 from tests.bootseer.transfer.faults import FAST, LONG_S, Cache, FaultyReader
-from tests.support.ranged import into
+from tests.support.ranged import as_reader
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def make(reader: FaultyReader, gate: threading.Event) -> Iterator[Callable[..., 
 
     def build(**options: object) -> ChunkFetcher:
         settings: dict[str, object] = {"policy": FAST, "deadline_s": LONG_S, **options}
-        made.append(ChunkFetcher(into(reader), **settings))  # type: ignore[arg-type]
+        made.append(ChunkFetcher(as_reader(reader), **settings))  # type: ignore[arg-type]
         return made[-1]
 
     yield build

@@ -19,7 +19,7 @@ from bootseer.transfer.policy import Policy
 from bootseer.transfer.ranges import Priority
 from tests.bootseer.transfer import faults
 from tests.bootseer.transfer.faults import COUNT, FAST, LONG_S, Cache, FaultyReader, chunk, fetch
-from tests.support.ranged import into
+from tests.support.ranged import as_reader
 
 
 def test_fifty_threads_read_each_chunk_once(
@@ -77,7 +77,7 @@ def test_every_request_ends_and_success_means_delivered(
     reader = FaultyReader()
     reader.script.extend(FAULTS[name] for name in script)
     with ChunkFetcher(
-        into(reader), threads=2, demand_threads=1, policy=Policy(base_s=0.0005)
+        as_reader(reader), threads=2, demand_threads=1, policy=Policy(base_s=0.0005)
     ) as fetcher:
         submitted: list[tuple[Batch, set[int], Cache]] = []
         cancelled: list[Batch] = []

@@ -31,7 +31,7 @@ from testbed.mounts.image_mounts import (
 from testbed.mounts.sweeping import sweep
 from testbed.waiting import wait_for
 from tests.support.full_disk import FullDisk
-from tests.support.ranged import into
+from tests.support.ranged import as_reader
 
 pytestmark = pytest.mark.usefixtures("no_second_requests")
 
@@ -179,7 +179,7 @@ def test_it_stops_when_told_also_while_the_store_hangs(tree: Tree, tmp_path: Pat
         release.wait(60)
         raise UnavailableError("gone")
 
-    opened = ImageBytes(tree.blobs, into(read), NodeCache(tmp_path / "cache"), deadline_s=60)
+    opened = ImageBytes(tree.blobs, as_reader(read), NodeCache(tmp_path / "cache"), deadline_s=60)
     fill = Fill(opened, yes, yes, quiet_s=QUIET_S)
     fill.start()
     assert hanging.wait(60)
@@ -220,7 +220,7 @@ def test_of_the_servers_of_a_node_one_fills_and_the_next_takes_over(
         reads.append(length)
         return store.read(key, offset, length)
 
-    opened = [ImageBytes(tree.blobs, into(read), cache, deadline_s=60) for _ in range(8)]
+    opened = [ImageBytes(tree.blobs, as_reader(read), cache, deadline_s=60) for _ in range(8)]
     fills = [Fill(one, yes, yes, quiet_s=QUIET_S, lock=lock) for one in opened]
     for fill in fills:
         fill.start()

@@ -15,7 +15,7 @@ from bootseer.prefetch.cache.stream import WHOLE_PIECE_BYTES
 from bootseer.prefetch.reading.image_bytes import ImageBytes
 from testbed.waiting import TIMEOUT_S, pause, wait_for
 from tests.support.images.stored_image import INDEX, Image, stored_image
-from tests.support.ranged import into
+from tests.support.ranged import as_reader
 
 pytestmark = pytest.mark.usefixtures("no_second_requests")
 
@@ -28,9 +28,11 @@ def image(tmp_path: Path) -> Image:
 def test_what_only_this_node_had_and_lost_is_an_error(image: Image, tmp_path: Path) -> None:
     local = replace(image.tree.blobs[0], frames=())
     with pytest.raises(CorruptError, match="stored nowhere"):
-        ImageBytes([local], into(image.read_object), NodeCache(tmp_path / "cache"))
+        ImageBytes([local], as_reader(image.read_object), NodeCache(tmp_path / "cache"))
     cache = NodeCache(tmp_path / "cache")
-    streams = ImageBytes([local], into(image.read_object), cache, vouched={local.stream_digest})
+    streams = ImageBytes(
+        [local], as_reader(image.read_object), cache, vouched={local.stream_digest}
+    )
     streams.streams[0].put(0, bytes(WHOLE_PIECE_BYTES))
     assert bytes(streams.read(0, 0, 512, reader=1, end=1024)) == bytes(512)
     for _ in range(2):
@@ -69,7 +71,7 @@ def test_a_second_source_brings_what_the_store_cannot(
 
     streams = ImageBytes(
         [blob],
-        into(image.read_object),
+        as_reader(image.read_object),
         cache,
         deadline_s=60,
         repair=repair,
@@ -92,7 +94,7 @@ def test_a_second_source_that_fails_is_not_asked_all_the_time(image: Image, tmp_
     local = replace(image.tree.blobs[0], frames=())
     cache = NodeCache(tmp_path / "cache")
     streams = ImageBytes(
-        [local], into(image.read_object), cache, repair=repair, vouched={local.stream_digest}
+        [local], as_reader(image.read_object), cache, repair=repair, vouched={local.stream_digest}
     )
     for _ in range(3):
         with pytest.raises(CorruptError, match="stored nowhere"):
@@ -121,7 +123,7 @@ def test_a_read_that_waited_in_vain_is_not_waited_for_again(
         return image.read_object(key, offset, length)
 
     streams = ImageBytes(
-        image.tree.blobs, into(hang), NodeCache(tmp_path / "cache"), deadline_s=0.5, workers=64
+        image.tree.blobs, as_reader(hang), NodeCache(tmp_path / "cache"), deadline_s=0.5, workers=64
     )
     with pytest.raises(DeadlineError):
         streams.read(0, 0, 128 * 1024)
@@ -157,7 +159,7 @@ def test_reads_wait_for_a_hanging_second_source_within_their_own_deadline(
     cache = NodeCache(tmp_path / "cache")
     streams = ImageBytes(
         [local],
-        into(image.read_object),
+        as_reader(image.read_object),
         cache,
         deadline_s=0.5,
         repair=repair,
@@ -202,7 +204,7 @@ def test_a_second_source_that_brings_bytes_may_take_longer_than_a_deadline(
     local = replace(blob, frames=())
     streams = ImageBytes(
         [local],
-        into(image.read_object),
+        as_reader(image.read_object),
         cache,
         deadline_s=5,
         repair=repair,
@@ -231,6 +233,6 @@ def test_the_store_leaves_time_for_the_second_source(
             new.append(whole)
             new.commit(replacement_key(lost, INDEX)).close()
 
-    streams = ImageBytes([blob], into(hang), cache, deadline_s=12, repair=repair, image_key=INDEX)
+    streams = ImageBytes([blob], as_reader(hang), cache, deadline_s=12, repair=repair, image_key=INDEX)
     assert bytes(streams.read(0, 0, 700)) == whole[:700]
     streams.close()

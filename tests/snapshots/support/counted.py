@@ -1,4 +1,4 @@
-"""A small set-up that counts its runs, on this host or in a root of its own."""
+"""Small set-ups that count their runs, on this host or in another root."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from bootseer.snapshots.key import Request
 
 
 def counted_request(tmp_path: Path, script: str = "", **options: object) -> Request:
-    """A set-up that makes `tmp_path/env` and counts its runs in `tmp_path/runs`."""
+    """Return a set-up that makes `tmp_path/env` and counts its runs in `tmp_path/runs`."""
     target = tmp_path / "env"
     text = f"echo run >> {tmp_path}/runs; mkdir -p {target}; echo hello > {target}/file; {script}"
     request = Request(command=["sh", "-e", "-c", text], targets=[str(target)])
@@ -24,7 +24,7 @@ def runs(tmp_path: Path) -> int:
 
 
 def rooted_runner(root: Path):  # type: ignore[no-untyped-def]
-    """Runs commands where $ROOT is the root: a stand-in for a container."""
+    """Return a runner of commands that have $ROOT as their root, in place of a container."""
 
     def run(args: Sequence[str], /, **options: object) -> "subprocess.CompletedProcess[bytes]":
         environ = {**os.environ, "ROOT": str(root)}

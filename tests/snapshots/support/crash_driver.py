@@ -1,8 +1,8 @@
-"""Runs a step in a child that kills itself at its N-th change to the file system.
+"""Runs a step in children that kill themselves, each at its N-th change to the file system.
 
-`python crash_driver.py SCENARIO DIRECTORY POINTS` prints what it did, and fails where something
-half done was visible or the next run did not work. A process of its own, so that it may fork.
-Other drivers let something else happen at the N-th change: see `run_in_child`.
+`python crash_driver.py SCENARIO DIRECTORY POINTS` prints its results, and fails if something half
+done was visible or the next run did not work. A process of its own, so that it may fork. Other
+drivers use another act than the kill: see `run_in_child`.
 """
 
 import os
@@ -62,8 +62,10 @@ def run_in_child(
     at: int | None,
     act: Callable[[], object] = kill_itself,
 ) -> int | None:
-    """Run it in a fork, which calls `act` before its change number `at`; its number of changes, or
-    None when it was killed."""
+    """Run `function` in a fork that calls `act` before its change number `at`.
+
+    Return its number of changes, or None if it was killed.
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -109,7 +111,7 @@ def no_leftovers(folder: Path) -> None:
 
 
 def restore_whole(top: Path, wanted: int, mode: str = "extract") -> None:
-    """Killed anywhere, a missing target stays missing or is complete."""
+    """Assert that after a kill a missing target is still missing or complete."""
     target = top / "work/env"
     make_zoo(top / "zoo")
     request = Request(command=["cp", "-a", str(top / "zoo"), str(target)], targets=[str(target)])
@@ -131,7 +133,7 @@ def restore_whole(top: Path, wanted: int, mode: str = "extract") -> None:
     assert count is not None
     for point in points_of(count, wanted):
         shutil.rmtree(target, ignore_errors=True)
-        # Of what is linked, the node's copy is killed in the making, too.
+        # For links, the making of the node's copy is killed, too.
         shutil.rmtree(node.cache_dir, ignore_errors=True)
         killed = run_in_child(run, point) is None
         if target.exists():
@@ -144,7 +146,8 @@ def restore_whole(top: Path, wanted: int, mode: str = "extract") -> None:
 
 
 def restore_linked(top: Path, wanted: int) -> None:
-    """The same where files can share their blocks; a damaged copy of the node is never used."""
+    """Assert the same where files can share blocks, and that no damaged copy on the node is
+    used."""
     restore_whole(top, wanted, "link")
 
 
@@ -158,7 +161,7 @@ def make_base(target: Path) -> None:
 
 
 def restore_difference(top: Path, wanted: int) -> None:
-    """Killed anywhere, the target is as before, or the next run finishes it."""
+    """Assert that after a kill the target is unchanged, or the next run completes it."""
     target = top / "work/env"
     request = Request(command=["sh", "-e", "-c", DELTA, str(target)], targets=[str(target)])
     make_base(target)
@@ -188,7 +191,8 @@ def restore_difference(top: Path, wanted: int) -> None:
 
 
 def restore_mounted(top: Path, wanted: int, mode: str = "mount") -> None:
-    """Killed anywhere, nothing is mounted, or all of it; and the next run mounts it."""
+    """Assert that after a kill nothing or everything is mounted, and that the next run mounts
+    it."""
     target = top / "work/env"
     make_zoo(top / "zoo")
     request = Request(command=["cp", "-a", str(top / "zoo"), str(target)], targets=[str(target)])
@@ -208,7 +212,7 @@ def restore_mounted(top: Path, wanted: int, mode: str = "mount") -> None:
     try:
         run_in_child(run, None)
         unmount()
-        # Counted with the index on the node, as it is from now on.
+        # Counted with the index in the node's cache, as in the runs that follow.
         count = run_in_child(run, None)
         assert count is not None
         for point in points_of(count, wanted):
@@ -218,7 +222,7 @@ def restore_mounted(top: Path, wanted: int, mode: str = "mount") -> None:
             if cover is not None and has_users(mounts_dir(node.run_dir) / cover.id):
                 assert differences(original, describe(target)) == [], point
             elif cover is not None and point % 2:
-                # Not finished: its server takes it off by itself, if the next run does not.
+                # An unfinished mount is removed by its server, unless the next run does so first.
                 wait_gone(node)
                 assert list(target.iterdir()) == []
             assert run_in_child(run, None) is not None
@@ -231,15 +235,15 @@ def restore_mounted(top: Path, wanted: int, mode: str = "mount") -> None:
 
 
 def restore_held(top: Path, wanted: int) -> None:
-    """The same of the node's copy under an overlay, where files cannot share their blocks."""
+    """Assert the same for a node's copy below an overlay, where files cannot share blocks."""
     restore_mounted(top, wanted, "link")
 
 
 def capture_and_publish(top: Path, wanted: int) -> None:
-    """Killed anywhere, what is listed can be restored, and the next run works."""
+    """Assert that after a kill every listed snapshot can be restored, and the next run works."""
     target = top / "work/env"
     make_zoo(top / "zoo")
-    # Enough that all snapshots but the first are stored as differences.
+    # Enough files that all snapshots but the first are stored as differences.
     (top / "zoo/large").write_bytes(os.urandom(2 << 20))
     target.parent.mkdir()
     counter = top / "runs"

@@ -1,4 +1,4 @@
-"""Runs a driver, which breaks captures and restores at many steps, as a process of its own."""
+"""Runs a driver, which breaks captures and restores at many steps, in a process of its own."""
 
 import os
 import subprocess
@@ -8,9 +8,10 @@ from pathlib import Path
 from testbed.paths import REPOSITORY
 
 
-def driven(driver: str, scenario: str, top: Path, points: int) -> list[str]:
-    """What a driver prints."""
-    # Each run asks `python3` about itself: ours answers at once, a shim of pyenv's runs ten.
+def run_driver(driver: str, scenario: str, top: Path, points: int) -> list[str]:
+    """Run a driver and return the lines of its output."""
+    # Each run asks `python3` about itself: this interpreter answers at once, while a shim of
+    # pyenv's starts ten.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": path}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tools that make environments, and what is checked of one that has been moved."""
+"""Environments made by real tools, and checks of moved ones."""
 
 import base64
 import csv
@@ -33,7 +33,7 @@ def run(*command: str | Path) -> str:
 
 
 def pip(env: Path, *arguments: str | Path) -> str:
-    """What pip says about the environment, which need not have one."""
+    """Return the output of pip about the environment, which may have no pip of its own."""
     return run(sys.executable, "-m", "pip", "--python", env / "bin/python", *arguments)
 
 
@@ -53,8 +53,8 @@ def check_records(env: Path) -> None:
     assert count > 2
 
 
-def holding(env: Path, old: Path) -> list[str]:
-    """Files and links in which the old path is left; bytecode names its source, which is fine."""
+def files_with_path(env: Path, old: Path) -> list[str]:
+    """Return the files and links that still contain the old path; bytecode may name its source."""
     found = []
     for path in env.rglob("*"):
         info = path.lstat()
@@ -69,16 +69,18 @@ def holding(env: Path, old: Path) -> list[str]:
     return found
 
 
-def is_unwritten(before: dict[str, dict[str, object]], env: Path) -> bool:
-    """Whether all bytecode is as it was, so that nothing was compiled again. A new compilation
-    would have another path in it."""
+def is_bytecode_unchanged(before: dict[str, dict[str, object]], env: Path) -> bool:
+    """Return whether all bytecode is as before, so that nothing was compiled again.
+
+    A new compilation would contain another path.
+    """
     after = describe(env)
     bytecode = [path for path in before if path.endswith(".pyc")]
     return bool(bytecode) and all(before[path] == after.get(path) for path in bytecode)
 
 
-def both_ways(settings: Settings, key: str, env: Path, other: Path) -> list[str]:
-    """Restore at the same path and compare everything; then relocate; what was said."""
+def restore_and_relocate(settings: Settings, key: str, env: Path, other: Path) -> list[str]:
+    """Restore at the same path and compare everything; then relocate, and return the messages."""
     original = describe(env)
     shutil.rmtree(env)
     restore_snapshot(settings, key)
@@ -87,10 +89,10 @@ def both_ways(settings: Settings, key: str, env: Path, other: Path) -> list[str]
     said: list[str] = []
     restore_snapshot(settings, key, other, relocates=True, report=said.append)
     moved = describe(other)
-    # Nothing but content and what follows from it differs, and no name is new.
+    # Only the content and its consequences differ, and no name is new.
     allowed = (": content: ", ": size: ", ": target: ")
     lines = [line for line in differences(original, moved) if not any(a in line for a in allowed)]
-    # But for bytecode of a source that has changed.
+    # Except the bytecode of a changed source.
     assert [line for line in lines if "finder.cpython" not in line] == []
-    assert holding(other, env) == []
+    assert files_with_path(other, env) == []
     return said

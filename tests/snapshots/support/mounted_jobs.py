@@ -39,7 +39,7 @@ sys.stdin.read()
 
 
 class SetupProcess(subprocess.Popen[str]):
-    """A process that runs a set-up for itself, and lives on."""
+    """Process that runs a set-up for itself, and then lives on."""
 
     def __init__(self, node: Settings, request: Request) -> None:
         what = json.dumps([to_builtins(node), request.command, request.targets])
@@ -54,7 +54,7 @@ class SetupProcess(subprocess.Popen[str]):
         self.how, self.ready_name_count = json.loads(self.stdout.readline())
 
     def end(self) -> None:
-        """With SIGKILL, as the worst end that there is."""
+        """Kill the process by SIGKILL."""
         self.kill()
         self.wait(WAIT_S)
 
@@ -63,8 +63,8 @@ def wait_uncovered(target: Path) -> None:
     wait_for(lambda: cover_at(target) is None, f"the unmounting of {target}")
 
 
-def small(tmp_path: Path) -> tuple[Request, Path]:
-    """A set-up that counts its runs in `tmp_path/runs`."""
+def small_setup(tmp_path: Path) -> tuple[Request, Path]:
+    """Return a set-up that counts its runs in `tmp_path/runs`, and its target."""
     target = tmp_path / "env"
     text = f"echo run >> {tmp_path}/runs; mkdir -p {target}/d; echo hello > {target}/d/file"
     return Request(command=["sh", "-ec", text], targets=[str(target)]), target
@@ -74,14 +74,14 @@ def runs(tmp_path: Path) -> int:
     return len((tmp_path / "runs").read_text().splitlines())
 
 
-def captured(node: Settings, request: Request, target: Path) -> None:
-    """Its snapshot is in the store, and the target is gone, as on another node."""
+def capture_and_remove(node: Settings, request: Request, target: Path) -> None:
+    """Store a set-up's snapshot and remove the target, as on another node."""
     assert run_setup(node, request).how == "captured"
     shutil.rmtree(target)
 
 
 def snapshot_run(request: Request) -> list[str]:
-    """As a user types it."""
+    """Return the command line of `bootseer snapshot run` for the set-up."""
     words = [sys.executable, "-m", "bootseer", "snapshot", "run", "--target"]
     return [*words, *request.targets, "--", *request.command]
 

@@ -1,7 +1,7 @@
-"""Kills relocations at their N-th change to the file system; see `crash_driver`.
+"""Kills relocations at their N-th change to the file system (see `crash_driver`).
 
-`python relocate_crash_driver.py DIRECTORY POINTS` prints what it did, and fails where something
-half done was visible or the next restore did not work.
+`python relocate_crash_driver.py DIRECTORY POINTS` prints its results, and fails if something half
+done was visible or the next restore did not work.
 """
 
 import os
@@ -28,7 +28,7 @@ def _make_environment(env: Path) -> None:
 
 
 def restore_relocated(top: Path, wanted: int) -> None:
-    """Killed anywhere, there is nothing or all of it, at the new path."""
+    """Assert that after a kill nothing or everything is at the new path."""
     env, other = top / "env", top / "work/other"
     _make_environment(env)
     create_snapshot(settings_of(top, "a"), [str(env)], "env")

@@ -1,4 +1,4 @@
-"""Ordinary set-up commands that are given a secret, which stands where it says SECRET."""
+"""Ordinary set-up commands with a secret in the place of the word SECRET."""
 
 SECRET = "c0nf1dent1al"
 SECRETS = (SECRET, "hunter2", "Tr0ub4dor+3", "correct-horse", "wJalrXUtnFEMI/K7MDENG/bPxRfi")

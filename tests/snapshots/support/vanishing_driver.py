@@ -1,8 +1,8 @@
-"""Takes the store away at the N-th step of a capture or a restore; see `crash_driver`.
+"""Takes the store away at the N-th step of a capture or a restore (see `crash_driver`).
 
-`python vanishing_driver.py SCENARIO DIRECTORY POINTS` prints what came of it, and fails where the
-environment was not what the set-up makes, the set-up ran twice, more than one warning was given, or
-the next run, with the store back, did not work.
+`python vanishing_driver.py SCENARIO DIRECTORY POINTS` prints its results. It fails if the
+environment differs from the set-up's result, the set-up ran twice, more than one warning was given,
+or the next run, with the store back, did not work.
 """
 
 import shutil
@@ -23,7 +23,7 @@ from tests.snapshots.support.crash_driver import no_leftovers, points_of, run_in
 
 
 class _Node:
-    """One node that makes or restores a zoo, and the folder that its store is."""
+    """Node that makes or restores a tree with every kind of entry, and the folder of its store."""
 
     def __init__(self, top: Path, mode: str) -> None:
         self.top = top
@@ -37,39 +37,39 @@ class _Node:
         self.node = replace(settings_of(top, "b"), restore_mode=mode)
 
     def run(self, settings: Settings) -> None:
-        """As a launch does; what was said is kept."""
+        """Run the set-up as a launch does; keep the messages."""
         said: list[str] = []
         result = run_setup(settings, self.request, report=said.append)
         warnings = [line for line in said if line.startswith("warning")]
-        # What others on this machine change meanwhile is not what this is about.
+        # Changes by other processes of this machine are not tested here.
         warnings = [line for line in warnings if "changed during the set-up" not in line]
         lines = [result.how, *warnings]
         (self.top / "said").write_text("\n".join(lines))
 
     def vanish(self) -> None:
-        """No folder is there now, and none can be made."""
+        """Move the store's folder away, in such a way that none can be made in its place."""
         self.store.rename(self.away)
         self.store.write_bytes(b"")
 
     def come_back(self) -> None:
-        """As it was."""
+        """Put the store's folder back."""
         if self.away.exists():
             self.store.unlink()
             self.away.rename(self.store)
 
     def seen(self) -> dict[str, dict[str, Any]]:
-        """The environment; how many names a file has elsewhere does not count."""
+        """Return the environment's description, without files' numbers of links."""
         tree = describe(self.target)
         for attributes in tree.values():
             attributes.pop("links", None)
         return tree
 
     def said(self) -> list[str]:
-        """How the last run went, and its warnings."""
+        """Return the result and the warnings of the last run."""
         return (self.top / "said").read_text().splitlines()
 
     def run_count(self) -> int:
-        """How often the command has run since this was asked for last."""
+        """Return the number of the command's runs since the last call."""
         count = len(self.counter.read_text().splitlines()) if self.counter.exists() else 0
         self.counter.unlink(missing_ok=True)
         return count
@@ -104,7 +104,7 @@ def _at_each_step(node: _Node, wanted: int, prepare: Callable[[], None]) -> None
 
 
 def restore(top: Path, wanted: int, mode: str = "extract") -> None:
-    """Of what is stored: restored, or made as without Bootseer."""
+    """Assert that the environment is restored, or made as without Bootseer."""
     node = _Node(top, mode)
     run_setup(settings_of(top, "a"), node.request)
 
@@ -116,13 +116,13 @@ def restore(top: Path, wanted: int, mode: str = "extract") -> None:
 
 
 def capture(top: Path, wanted: int) -> None:
-    """Made once, and stored or not."""
+    """Assert that the environment is made once, and stored or not."""
     node = _Node(top, "extract")
 
     def prepare() -> None:
         shutil.rmtree(node.target, ignore_errors=True)
         shutil.rmtree(node.store, ignore_errors=True)
-        # A node begins no store anew that it has used.
+        # A node does not make a store again that it has used.
         shutil.rmtree(node.node.cache_dir / "stores", ignore_errors=True)
         node.store.mkdir()
 

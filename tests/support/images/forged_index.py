@@ -1,6 +1,6 @@
 """Indexes of trees with forged contents and a right checksum.
 
-Reads and writes the format by itself, as docs/format/index.md has it.
+Reads and writes the format itself, as docs/format/index.md describes it.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import zstandard
 from bootseer.blob.index.codec import encode
 from bootseer.blob.tree import Tree
 
-# The section numbered 1 and those that follow; the type code of its numbers, or "" for a heap.
+# Names of the sections from number 1 on, with the type code of their numbers, or "" for a heap.
 SECTIONS = {
     "blob_size_bytes": "Q",
     "blob_frame_count": "I",
@@ -43,7 +43,7 @@ SECTIONS = {
     "blob_stream_digests": "",
 }
 DEPTH_MAX = 4096
-"""Directories inside one another."""
+"""Largest depth of directories."""
 
 Sections = dict[str, bytes]
 

@@ -15,13 +15,13 @@ from bootseer.store import Store
 
 
 def index(source: Path | str, store: Store, tmp_path: Path, **options: object) -> ImageRecord:
-    """Index `source`, as the command does."""
+    """Index `source` as the command does."""
     with open_source(str(source), tmp_path / "work") as opened:
         return index_image(opened, store, tmp_path / "work", **options)  # type: ignore[arg-type]
 
 
 def reader_of(tree: Tree, store: Store) -> BlobReader:
-    """Reads the tree's files from the store."""
+    """Return a reader of the tree's files that reads from the store."""
 
     def read(blob: int, offset: int, length: int) -> bytes:
         return store.read(blob_key(tree.blobs[blob].digest), offset, length)
@@ -40,7 +40,7 @@ def contents(tree: Tree, store: Store) -> dict[str, bytes]:
 
 
 def keys(store: Store) -> list[str]:
-    """The names of all that is in the store."""
+    """Return the keys of all objects in the store."""
     return [info.path for info in store.list()]
 
 

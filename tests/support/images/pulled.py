@@ -17,7 +17,7 @@ from testbed.mounts.image_mounts import settings_at
 
 
 class PullingNode:
-    """A node with caches below `base`, and its share in `store`."""
+    """Node with caches below `base` that uses the store `store`."""
 
     def __init__(self, base: Path, store: Path | str) -> None:
         base.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ class PullingNode:
         return read_kept_tree(self.settings.cache_dir, resolved.record.index_digest)
 
     def contents(self, resolved: FoundImage) -> dict[str, bytes]:
-        """path -> content of every regular file, as the image's server would read it."""
+        """Return the content of every regular file by path, as the image's server reads it."""
         tree = self.tree(resolved)
         with open_store(self.settings.store_url) as store:
             streams = ImageBytes(
@@ -96,7 +96,7 @@ def _content(tree: Tree, number: int, streams: ImageBytes) -> bytes:
 
 
 def objects(store: Path) -> dict[str, bytes]:
-    """key -> content of all that a store has of images, but for when they were indexed."""
+    """Return the content of all objects of a store by key, without the times of indexing."""
     with open_store(str(store)) as opened:
         return {
             info.path: b"\n".join(

@@ -17,7 +17,7 @@ from bootseer.prefetch.bundle.replay import BundleReplay
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.store import Store, open_store
-from tests.support.ranged import into
+from tests.support.ranged import as_reader
 
 INDEX = "sha256:" + "77" * 32
 SIZES = {"big": 3_000_000, "small": 700, "middle": 300_000}
@@ -25,7 +25,7 @@ SIZES = {"big": 3_000_000, "small": 700, "middle": 300_000}
 
 @dataclass
 class Image:
-    """A packed directory in a store, and a reader of the store that counts."""
+    """Packed directory in a store, and a reader of the store that counts its reads."""
 
     tree: Tree
     store: Store
@@ -33,7 +33,7 @@ class Image:
     reads: list[tuple[str, int, int]] = field(default_factory=list)
     before_read: Callable[[str], None] = lambda key: None
     change: Callable[[str, bytes], bytes] = lambda key, data: data
-    """What the network makes of what was read."""
+    """Function that changes the bytes on their way over the network."""
 
     def read_object(self, key: str, offset: int, length: int) -> bytes:
         self.reads.append((key, offset, length))
@@ -49,7 +49,7 @@ class Image:
     ) -> ImageBytes:
         return ImageBytes(
             self.tree.blobs,
-            into(self.read_object),
+            as_reader(self.read_object),
             NodeCache(cache_dir, try_again_s=try_again_s),
             deadline_s=deadline_s,
             image_key=INDEX,
@@ -62,7 +62,7 @@ class Image:
         return extent.blob, extent.blob_offset + offset, length
 
     def publish_bundle(self, ranges: list[tuple[int, int, int]]) -> tuple[str, bytes]:
-        """(digest, header) of a bundle with these ranges."""
+        """Publish a bundle with these ranges; return its digest and header."""
         lengths = [blob.stream_length for blob in self.tree.blobs]
         parts = [io.BytesIO() for _ in range(2)]
         cache = self.streams(Path(self.store.url.removeprefix("file://")).parent / "build")
@@ -91,7 +91,7 @@ class Image:
 
 
 def stored_image(tmp_path: Path) -> Image:
-    """Three files of random bytes, packed and published."""
+    """Pack and publish three files of random bytes."""
     root = tmp_path / "root"
     root.mkdir()
     generator = random.Random(7)
