@@ -12,7 +12,7 @@ from testbed.needs import require
 
 @pytest.fixture
 def mountpoint(tmp_path: Path) -> Iterator[Path]:
-    """An empty directory to mount on; unmounted in the end, whatever happened."""
+    """Empty directory to mount on; unmounted at the end in any case."""
     require("fuse")
     path = tmp_path / "mnt"
     path.mkdir()
@@ -25,7 +25,7 @@ def mountpoint(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def backing(tmp_path: Path) -> Path:
-    """A directory to mirror."""
+    """Directory to mirror."""
     path = tmp_path / "backing"
     path.mkdir()
     return path

@@ -11,7 +11,7 @@ from tests.fuse.formats.host import TorchHost
 
 @pytest.fixture(scope="session")
 def torch_host() -> Iterator[TorchHost]:
-    """A process with torch and safetensors, which runs checks."""
+    """Process with torch and safetensors that runs checks."""
     for name in ("torch", "safetensors"):
         if importlib.util.find_spec(name) is None:
             raise MissingError(f"{name} is not installed: pip install 'bootseer[formats]'")

@@ -1,7 +1,7 @@
-"""What training programs do with checkpoint files, by path and by fsspec; run by `host`.
+"""Use of checkpoint files by training programs, by path and by fsspec; run by `host`.
 
-`folder` is on a mount, `url` the same tree for fsspec. The stripe unit is 1 MiB, so that everything
-here is striped.
+`folder` is on a mount, and `url` is the same tree for fsspec. The stripe unit is 1 MiB, so that all
+files here are striped.
 """
 
 import os
@@ -23,7 +23,7 @@ from tests.fuse.formats.group_checks import equal, full_state, like, sharded
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Plain tensors, 8 MB; the same whenever it is called."""
+    """Return plain tensors of 8 MB, the same in each call."""
     numbers = torch.Generator().manual_seed(1)
     return {
         "a": torch.randn(1_000_000, generator=numbers),
@@ -55,7 +55,7 @@ def torch_files(folder: str) -> None:
 
 
 def large_torch_file(folder: str, size_bytes: int) -> None:
-    """More than the mount may hold in memory."""
+    """Save and load more than the mount may hold in memory."""
     state = {"x": torch.arange(size_bytes // 8)}
     torch.save(state, f"{folder}/large.pt")
     found = torch.load(f"{folder}/large.pt", mmap=True)["x"]
@@ -79,7 +79,7 @@ def safetensors_files(folder: str) -> None:
 
 
 def pretrained(folder: str) -> None:
-    """A model of Hugging Face, in several files with an index."""
+    """Save and load a model of Hugging Face in several files with an index."""
     os.makedirs(folder)
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -102,7 +102,7 @@ def pretrained(folder: str) -> None:
 
 
 def consolidated(folder: str) -> None:
-    """DCP's writer of safetensors, and from DCP to one torch file."""
+    """Save by DCP's writer of safetensors, and convert DCP to one torch file."""
     os.makedirs(folder)
     state = tensors()
     writer = dcp.HuggingFaceStorageWriter(path=f"{folder}/hf")
@@ -120,7 +120,7 @@ def consolidated(folder: str) -> None:
 
 
 def by_fsspec(url: str, folder: str) -> None:
-    """Written by fsspec and read by path, and the other way round."""
+    """Write by fsspec and read by path, and the other way round."""
     state = tensors()
     with fsspec.open(f"{url}/fs.pt", "wb") as file:
         torch.save(state, file)
@@ -157,7 +157,7 @@ def _reader(place: str) -> Any:
 
 
 def save_distributed(rank: int, place: str) -> None:
-    """Save sharded over all ranks: at once, in the background over that, in many files."""
+    """Save sharded over all ranks: at once, then in the background over that, in many files."""
     state = sharded(full_state(), Shard(0))
     dcp.save(state, storage_writer=_writer(f"{place}/plain"))
     saving = dcp.async_save(state, storage_writer=_writer(f"{place}/plain"))
@@ -168,7 +168,7 @@ def save_distributed(rank: int, place: str) -> None:
 
 
 def load_distributed(rank: int, place: str) -> None:
-    """Load what `save_distributed` saved, into as many ranks as there are now."""
+    """Load the files of `save_distributed` into the present number of ranks."""
     names = ("plain",) if "::" in place else ("plain", "files")
     for name, placement in zip(names, (Shard(0), Replicate()), strict=False):
         wanted = sharded(full_state(), placement)
@@ -179,7 +179,7 @@ def load_distributed(rank: int, place: str) -> None:
 
 
 def load_same(rank: int, path: str, how: str) -> int:
-    """All ranks of a node load one file at the same time."""
+    """Load one file by all ranks of a node at the same time."""
     dist.barrier()
     state = torch.load(path, weights_only=False, mmap=how == "mmap")
     assert equal(state, full_state())
@@ -187,5 +187,5 @@ def load_same(rank: int, path: str, how: str) -> int:
 
 
 def save_full(path: str) -> None:
-    """What `load_same` loads."""
+    """Save the file that `load_same` loads."""
     torch.save(full_state(), path)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of `GroupReader`; run by `host`, which has imported torch."""
+"""Actions of ranks in the tests of `GroupReader`; run by `host`, which has imported torch."""
 
 import os
 import signal
@@ -21,12 +21,12 @@ SEED = 5
 
 
 def settings(deadline_s: float = 20.0) -> Settings:
-    """Those of a rank."""
+    """Return the settings of a rank."""
     return load_config(environ={"HOME": "/", "BOOTSEER_DEADLINE": str(deadline_s)}).settings
 
 
 def full_state() -> dict[str, Any]:
-    """What is saved, the same on every rank: 11 MB, and more than tensors."""
+    """Return the saved state, the same on every rank: 11 MB of tensors and other values."""
     numbers = torch.Generator().manual_seed(SEED)
     return {
         "model": {
@@ -41,7 +41,7 @@ def full_state() -> dict[str, Any]:
 
 
 def like(state: Any) -> Any:
-    """The same shape, with nothing in it yet."""
+    """Return a state of the same shape with empty tensors."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state)
     if isinstance(state, dict):
@@ -52,7 +52,7 @@ def like(state: Any) -> Any:
 
 
 def equal(left: Any, right: Any) -> bool:
-    """Whether two states are the same, to the bit."""
+    """Return whether two states are equal to the bit."""
     if isinstance(left, torch.Tensor):
         return bool(torch.equal(left, right))
     if isinstance(left, dict):
@@ -63,7 +63,7 @@ def equal(left: Any, right: Any) -> bool:
 
 
 def sharded(state: dict[str, Any], placement: Any) -> dict[str, Any]:
-    """The large tensors as DTensors over all ranks."""
+    """Return the state with its large tensors as DTensors over all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = state["model"]
     return {
@@ -76,7 +76,7 @@ def sharded(state: dict[str, Any], placement: Any) -> dict[str, Any]:
 
 
 def save_replicated(folder: str, url: str) -> int:
-    """Save the state with torch's own writer, and copy it in; returns its bytes."""
+    """Save the state with torch's own writer and copy it in; return its bytes."""
     dcp.save(full_state(), checkpoint_id=folder, no_dist=True)
     return _copy_in(folder, url)
 
@@ -111,7 +111,7 @@ def _counts(reader: GroupReader) -> dict[str, int]:
 
 
 def load_replicated(rank: int, url: str) -> dict[str, int]:
-    """Every rank loads everything, twice with one reader."""
+    """Load everything on every rank, twice with one reader."""
     reader = _reader(url)
     for _ in range(2):
         state = like(full_state())
@@ -121,7 +121,7 @@ def load_replicated(rank: int, url: str) -> dict[str, int]:
 
 
 def load_alone(url: str) -> dict[str, int]:
-    """Without any group."""
+    """Load without a group."""
     reader = _reader(url)
     state = like(full_state())
     dcp.load(state, storage_reader=reader, no_dist=True)
@@ -130,7 +130,7 @@ def load_alone(url: str) -> dict[str, int]:
 
 
 def load_sharded(rank: int, url: str, hows: list[str]) -> list[dict[str, int]]:
-    """Into another number of ranks, or another way to shard."""
+    """Load into another number of ranks, or with another sharding."""
     counts = []
     for how in hows:
         placement = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}[how]
@@ -146,7 +146,7 @@ def load_sharded(rank: int, url: str, hows: list[str]) -> list[dict[str, int]]:
 
 
 def load_subgroup(rank: int, url: str) -> dict[str, int] | None:
-    """Two of three ranks load together."""
+    """Load by two of three ranks."""
     group = dist.new_group([0, 2])
     if rank == 1:
         return None
@@ -158,7 +158,7 @@ def load_subgroup(rank: int, url: str) -> dict[str, int] | None:
 
 
 def load_and_tell(rank: int, url: str, fault: str, deadline_s: float) -> str:
-    """Load while something goes wrong on the last rank; returns what this one was told."""
+    """Load while a fault happens on the last rank; return this rank's error."""
     is_last = rank == dist.get_world_size() - 1
     if is_last and fault in ("die", "stop"):
         _at_piece(3, signal.SIGKILL if fault == "die" else signal.SIGSTOP)
@@ -175,14 +175,14 @@ def load_and_tell(rank: int, url: str, fault: str, deadline_s: float) -> str:
 
 
 class _RefusingPlanner(dcp.DefaultLoadPlanner):  # type: ignore[misc] # torch has no types here
-    """Wants none of what was read."""
+    """Planner that refuses everything that was read."""
 
     def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
         raise ValueError("this tensor is not wanted")
 
 
 def _at_piece(number: int, fatal: "signal.Signals | None") -> None:
-    """Be killed or stopped, or fail, when the so-manieth piece is read."""
+    """Kill, stop or fail this rank when it reads piece number `number`."""
     real = StripedReader.read_into
     count = 0
 

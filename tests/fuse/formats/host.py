@@ -1,8 +1,8 @@
-"""A process that has imported torch, and forks for each check: importing it costs seconds.
+"""A process that has imported torch and forks for each check, since the import takes seconds.
 
-As a program it reads one request per line (JSON) on stdin, answers one line on stdout: a function
-of a module in this folder, run by one child, or by several as ranks of a gloo group. It uses torch
-itself for nothing, so that a fork is safe.
+The program reads requests (a line of JSON each) from stdin and answers on stdout. A request names a
+function of a module in this folder, which is run by one child, or by several as ranks of a gloo
+group. The process itself does not use torch, so that a fork is safe.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ from typing import Any, NoReturn
 from bootseer.linux.processes import wait_readable
 from testbed.paths import REPOSITORY
 
-# Its modules are compiled when they are first imported, which takes a slow machine a minute.
+# Bytecode is made at the first import, which takes a minute on a slow machine.
 _START_S = 110.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a check, by rank."""
+    """Result of a check by rank."""
 
     codes: list[int]
-    """0; 1 after an exception; -9 for what was killed, by itself or at the deadline."""
+    """0; 1 after an exception; -9 if killed, by itself or at the deadline."""
     results: list[Any]
-    """What the function returned, or the traceback."""
+    """The function's result, or the traceback."""
 
 
 class TorchHost:
-    """The client's side; for one thread."""
+    """Client of the process; for one thread."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -63,7 +63,8 @@ class TorchHost:
     def attempt(
         self, function: str, *arguments: Any, ranks: int = 0, deadline_s: float = 60.0
     ) -> Outcome:
-        """Run `module:function`; with `ranks`, as `function(rank, ...)` in a group of that many."""
+        """Run `module:function`, or with `ranks` as `function(rank, ...)` in a group of that
+        size."""
         request = {
             "function": function,
             "arguments": [str(a) if isinstance(a, Path) else a for a in arguments],
@@ -77,7 +78,7 @@ class TorchHost:
         return Outcome(answer["codes"], answer["results"])
 
     def check(self, function: str, *arguments: Any, ranks: int = 0) -> list[Any]:
-        """`attempt`, which must succeed; returns the results by rank."""
+        """Run a function that must succeed (see `attempt`); return the results by rank."""
         outcome = self.attempt(function, *arguments, ranks=ranks)
         assert not any(outcome.codes), "\n".join(map(str, outcome.results))
         return outcome.results
@@ -146,7 +147,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
-    # What else ranks would each import by themselves: sharded tensors pull in the compiler.
+    # Modules that each rank would import by itself: sharded tensors import the compiler.
     for name in ("format_checks", "group_checks"):
         importlib.import_module(f"tests.fuse.formats.{name}")
     for name in ("torch._dynamo", "torch.onnx", "torch._inductor.config"):

@@ -1,4 +1,4 @@
-"""Real training formats on a mounted tree, and by fsspec; what works and what is refused."""
+"""Real training formats on a mounted tree and by fsspec; supported and refused calls."""
 
 import importlib.util
 import random
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.needs("fuse")
 
 @dataclass(frozen=True)
 class Tree:
-    """One tree, mounted, and for fsspec."""
+    """Tree that is mounted and used by fsspec."""
 
     folder: Path
     url: str
     run_dir: Path
 
     def fetched_bytes(self) -> int:
-        """What the mount has read from the storage so far."""
+        """Return the number of bytes that the mount has read from the storage."""
         return int(mount_status(self.run_dir, self.folder)["statistics"]["fetched_bytes"])
 
 
@@ -77,7 +77,7 @@ def test_ranks_of_a_node_share_the_fetches(torch_host: TorchHost, tree: Tree, ho
     torch_host.check("format_checks:save_full", path)
     before = tree.fetched_bytes()
     sizes = torch_host.check("format_checks:load_same", path, how, ranks=4)
-    # Some blocks come twice: alone for who reads zip's index, and in their unit for who reads on.
+    # Some blocks are read twice: alone for the reader of the zip index, and in their unit later.
     assert tree.fetched_bytes() - before <= 1.3 * sizes[0]
 
 
@@ -96,7 +96,7 @@ x.tofile(folder + "/x.raw")
 assert np.array_equal(np.fromfile(folder + "/x.raw"), x)
 np.savez(folder + "/small.npz", x=x[:100], y=x[100:200])
 assert np.array_equal(np.load(folder + "/small.npz")["y"], x[100:200])
-# zipfile goes back to where a member began: the file that was there stays.
+# zipfile seeks back to a member's begin, which is refused: the old file stays.
 def change():
     np.load(folder + "/x.npy", mmap_mode="r+")[5:] = 1
     mapped = np.load(folder + "/x.npy", mmap_mode="r+")
@@ -124,7 +124,7 @@ def test_numpy(tree: Tree) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder to copy, with a file of several units."""
+    """Folder to copy, with a file of several units."""
     folder = tmp_path_factory.mktemp("source") / "source"
     (folder / "deep" / "er").mkdir(parents=True)
     (folder / "deep" / "er" / "big").write_bytes(random.Random(3).randbytes(5 * MIB + 77))
@@ -173,7 +173,7 @@ def test_dd_with_and_without_syncs(tree: Tree, source: Path) -> None:
 @pytest.mark.needs(programs=["rsync"])
 def test_rsync(tree: Tree, source: Path) -> None:
     shell("rsync -a {s}/ {d}/rs/; diff -r {s} {d}/rs", s=source, d=tree.folder)
-    # A changed file is replaced, whole; --append adds to it; back again.
+    # rsync replaces a changed file as a whole; --append adds to it; and back again.
     shell("echo more >> {s}/deep/er/big; rsync -a {s}/ {d}/rs/", s=source, d=tree.folder)
     shell("diff -r {s} {d}/rs", s=source, d=tree.folder)
     shell("echo more >> {s}/deep/er/big; rsync -a --append {s}/ {d}/rs/", s=source, d=tree.folder)
@@ -181,7 +181,7 @@ def test_rsync(tree: Tree, source: Path) -> None:
     shell(
         "rsync -a {d}/rs/ {o}/; diff -r {s} {o}; rm -r {o}", s=source, d=tree.folder, o=_out(source)
     )
-    # Into the file itself it writes wherever bytes differ: refused, and the old file stays.
+    # rsync --inplace writes wherever bytes differ: refused, and the old file stays.
     shell(
         "printf x | dd of={s}/deep/er/big conv=notrunc bs=1 seek=5 status=none;"
         "cp {d}/rs/deep/er/big {o};"

@@ -1,4 +1,4 @@
-"""Who reads what: every needed byte by one rank that needs it, in rounds that a rank can hold."""
+"""Plan of group reads: every needed byte is read by one rank, in rounds that fit its memory."""
 
 import itertools
 import random
@@ -14,7 +14,7 @@ PIECE = 100
 
 
 def _check(needs: list[set[Extent]], pieces_per_round: int) -> list[GroupPlan]:
-    """The promises of `plan_group`, byte by byte."""
+    """Assert the promises of `plan_group` byte by byte."""
     plans = plan_group(needs, piece_bytes=PIECE, pieces_per_round=pieces_per_round)
     assert plans == plan_group(needs, piece_bytes=PIECE, pieces_per_round=pieces_per_round)
     readers: Counter[tuple[str, int]] = Counter()

@@ -1,4 +1,4 @@
-"""Loading a checkpoint as a group: each byte is read by one rank, and handed on over gloo."""
+"""Loading a checkpoint as a group: each byte is read by one rank and sent to others over gloo."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ UNIT = 2**20
 
 @pytest.fixture(scope="module")
 def replicated(torch_host: TorchHost, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
-    """A checkpoint that every rank needs whole: its URL, and its bytes."""
+    """URL and size in bytes of a checkpoint that every rank needs whole."""
     folder = tmp_path_factory.mktemp("replicated")
     url = (folder / "stored").as_uri()
     (size_bytes,) = torch_host.check("group_checks:save_replicated", folder / "saved", url)
@@ -20,7 +20,7 @@ def replicated(torch_host: TorchHost, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def from_three(torch_host: TorchHost, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
-    """A checkpoint that three ranks saved, each its rows."""
+    """URL and size in bytes of a checkpoint whose rows were saved by three ranks."""
     folder = tmp_path_factory.mktemp("sharded")
     url = (folder / "stored").as_uri()
     torch_host.check("group_checks:save_sharded", folder / "saved", ranks=3)
@@ -32,7 +32,7 @@ def test_each_byte_is_read_by_one_rank(torch_host: TorchHost, replicated: tuple[
     url, size_bytes = replicated
     counts = torch_host.check("group_checks:load_replicated", url, ranks=4)
     assert sum(count["read_bytes"] for count in counts) == size_bytes
-    # No block of verification is fetched by two ranks, nor a byte more than there is.
+    # No block is fetched by two ranks, and no more bytes than the file has.
     assert sum(count["fetched_bytes"] for count in counts) == size_bytes
     shares = [count["read_bytes"] for count in counts]
     assert max(shares) - min(shares) <= 2 * UNIT, "not balanced to within a piece"
@@ -65,7 +65,7 @@ def test_resharding(
     results = torch_host.check("group_checks:load_sharded", url, hows, ranks=ranks)
     for how, counts in zip(hows, zip(*results, strict=True), strict=True):
         assert sum(count["read_bytes"] for count in counts) == size_bytes, how
-        # Where ranks need different items, two of them may fetch the unit at the seam.
+        # Where ranks need different items, two of them may fetch the unit between them.
         fetched = sum(count["fetched_bytes"] for count in counts)
         assert size_bytes <= fetched <= size_bytes + (8 * UNIT if how == "rows" else 0), how
         sent = sum(count["sent_bytes"] for count in counts)
@@ -80,7 +80,7 @@ def test_a_rank_that_fails_ends_the_load_on_all(
     torch_host: TorchHost, replicated: tuple[str, int], fault: str
 ) -> None:
     url, _ = replicated
-    # A stopped rank is only noticed by its silence; the two deadlines are what that costs.
+    # A stopped rank is noticed by its silence only, which costs the two deadlines.
     deadline_s, all_s = (1.0, 15.0) if fault == "stop" else (20.0, 60.0)
     outcome = torch_host.attempt(
         "group_checks:load_and_tell", url, fault, deadline_s, ranks=3, deadline_s=all_s
@@ -88,7 +88,7 @@ def test_a_rank_that_fails_ends_the_load_on_all(
     told = {"raise": "disk is broken", "refuse": "not wanted"}
     assert outcome.codes == [0, 0, 0 if fault in told else -9], outcome.results
     for text in outcome.results[: 3 if fault in told else 2]:
-        # Of a rank that is gone dcp.load tells what its own next collective fails with.
+        # For a dead rank, dcp.load reports the error of its own next collective.
         assert told.get(fault, "RuntimeError") in text
 
 

@@ -1,4 +1,4 @@
-"""What we agree on with kernels from 5.4 to 6.18, from the bytes they send."""
+"""Negotiation with kernels from 5.4 to 6.18, from the bytes that they send."""
 
 import struct
 
@@ -9,7 +9,7 @@ from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.connection import Connection, decode_init, negotiate
 from bootseer.fuse.kernel.options import MountOptions
 
-# What kernels offer: process_init_reply's counterpart fuse_send_init in fs/fuse/inode.c.
+# Offers of kernels: fuse_send_init, the counterpart of process_init_reply, in fs/fuse/inode.c.
 _FLAGS_5_4 = 0x03FFFFFB
 _FLAGS_5_15 = 0x3FFFFFFB & ~(1 << 26 | 1 << 27)
 _FLAGS_6_1 = 0x73FFFFFB

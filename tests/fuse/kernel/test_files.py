@@ -1,7 +1,7 @@
-"""Real file operations through a mount do what they do on the directory behind it.
+"""File operations through a mount have the same results as on the directory behind it.
 
-Each scenario is a script that prints what it sees. It runs twice, on the mount and on a plain
-directory of the same file system, in child processes; both must print the same.
+Each scenario is a script that prints its results. It runs twice in child processes, on the mount
+and on a plain directory of the same file system; both outputs must be equal.
 """
 
 import itertools
@@ -26,7 +26,7 @@ _numbers = itertools.count()
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Path]]:
-    """A mounted mirror, and a directory of the same file system beside the mirrored one."""
+    """Mounted mirror, and a directory of the same file system beside the mirrored one."""
     root = tmp_path_factory.mktemp("files")
     (root / "backing").mkdir()
     (root / "plain").mkdir()

@@ -1,4 +1,4 @@
-"""What the kernel keeps: lookups and forgets, passthrough, negative entries, notifications."""
+"""The kernel's caches: lookups and forgets, passthrough, negative entries, notifications."""
 
 import os
 import struct
@@ -30,7 +30,7 @@ _LONG_S = 3600.0
 
 
 class CountingMirror(PassthroughFileSystem):
-    """Counts what reaches the server."""
+    """Mirror that counts the requests that reach the server."""
 
     def __init__(self, root: Path, **named: bool | float) -> None:
         super().__init__(root, **named)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def test_forgotten_nodes_are_dropped_and_come_back(backing: Path, mountpoint: Pa
         for _ in range(2):
             assert fuse_mount.check_python(listing, mountpoint / "d") == "200\n"
             assert file_system.node_count == 202
-            # 2: dentries and inodes of the whole machine, never dirty data.
+            # 2: drops dentries and inodes of the whole machine, never dirty data.
             Path("/proc/sys/vm/drop_caches").write_text("2")
             wait_for(lambda: file_system.node_count == 1)
 
@@ -160,7 +160,7 @@ def test_passthrough_reads_never_ask_us(backing: Path, mountpoint: Path) -> None
         assert (backing_id > 0, opens) == (True, 3)
         holder.communicate("x", timeout=_DEADLINE_S)
         wait_for(lambda: _backing_counts(server) == [])
-        # Writes and new files as well; what was written is what is behind.
+        # Writes and new files, too: the bytes are in the file behind the mount.
         code = "import sys; f = open(sys.argv[1], 'w'); f.write('written'); f.close()"
         fuse_mount.check_python(code, mountpoint / "new")
         assert (backing / "new").read_text() == "written"
@@ -169,7 +169,7 @@ def test_passthrough_reads_never_ask_us(backing: Path, mountpoint: Path) -> None
 
 
 class Moody(CountingMirror):
-    """Wants passthrough for every second open only."""
+    """Mirror that offers passthrough for every second open only."""
 
     opens = 0
 
@@ -201,7 +201,7 @@ def test_all_opens_of_a_node_share_the_first_ones_mode(
 
 
 class Refused(CountingMirror):
-    """Offers a directory, which the kernel cannot pass reads to."""
+    """Mirror that offers a directory for passthrough, which the kernel refuses."""
 
     def open(self, caller: Caller, node: int, flags: int) -> Opened:
         opened = super().open(caller, node, flags)
@@ -226,7 +226,7 @@ def test_refused_passthrough_falls_back_and_says_so_once(
 
 
 class NoOpen(Operations):
-    """One file; open, flush and xattrs are not implemented."""
+    """File system of one file, without open, flush and xattrs."""
 
     asked: list[str]
 
@@ -274,7 +274,7 @@ def test_what_is_not_implemented_is_asked_once(mountpoint: Path) -> None:
 
 
 class Scattered(NoOpen):
-    """Answers reads in many small buffers."""
+    """Mirror that answers reads in many small buffers."""
 
     def read(  # type: ignore[override]
         self, caller: Caller, node: int, handle: int, offset: int, length: int

@@ -1,4 +1,4 @@
-"""Lookup counting against an obviously right model."""
+"""Lookup counts against a simple model."""
 
 from hypothesis import given
 from hypothesis import strategies as st

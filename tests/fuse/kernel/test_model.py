@@ -1,4 +1,4 @@
-"""A Hypothesis state machine: the mount and a plain directory are told the same and must agree."""
+"""Hypothesis state machine: the same operations on the mount and a directory must agree."""
 
 import itertools
 import os
@@ -39,7 +39,7 @@ _numbers = itertools.count()
 
 
 class MountedFiles(RuleBasedStateMachine):
-    """Every step is done on both sides."""
+    """State machine that does every step on the mount and on the plain directory."""
 
     root: Path
     served: Path
@@ -79,7 +79,7 @@ class MountedFiles(RuleBasedStateMachine):
 
     @rule(path=_PATHS, mode=st.integers(0, 0o777))
     def chmod(self, path: str, mode: int) -> None:
-        # Root may do all, so a mode never changes what the other steps can do.
+        # Root ignores modes, so a mode never changes the results of other steps.
         if os.geteuid() == 0:
             self._both("chmod", path, mode)
 

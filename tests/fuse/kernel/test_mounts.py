@@ -1,4 +1,4 @@
-"""Finding mounts from text, and the errors of mounting."""
+"""Finding mounts in mount tables, and errors of mounting."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_mountinfo_is_parsed() -> None:
     assert len(points) == 5
 
 
-# A job of Slurm that has got a /tmp of its own, in which it has mounted again.
+# A Slurm job with its own /tmp, in which it has mounted again.
 _OWN_TMP = rb"""22 1 254:0 / / rw - ext4 /dev/vda rw
 30 22 0:40 / /tmp rw - tmpfs none rw
 31 30 0:41 / /tmp/ckpt rw - fuse.bootseer-stripe before rw

@@ -1,4 +1,4 @@
-"""Servers and checkpoint mounts with what Linux 5.4, 6.8 and 6.13 offer, on a newer kernel."""
+"""Servers and checkpoint mounts with the features of Linux 5.4, 6.8 and 6.13, on a newer kernel."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=RELEASES)
 def release(request: pytest.FixtureRequest) -> str:
-    """The Linux release whose features mounts have."""
+    """Linux release whose features mounts have."""
     return str(request.param)
 
 
@@ -54,7 +54,7 @@ def _served(release: str, source: Path, mountpoint: Path, mode: str) -> "subproc
 def test_files_are_read_and_the_mount_ends_as_it_should(
     release: str, mode: str, source: Path, mountpoint: Path
 ) -> None:
-    """Asked for passthrough, a server reads for a kernel that has none."""
+    """A server that is asked for passthrough reads itself if the kernel has none."""
     with _served(release, source, mountpoint, mode) as process:
         try:
             found = run(["sha256sum", mountpoint / "large"]).stdout.split()[0]
@@ -72,7 +72,7 @@ def test_files_are_read_and_the_mount_ends_as_it_should(
 def test_before_6_9_a_killed_server_takes_its_mount_along(
     release: str, source: Path, mountpoint: Path
 ) -> None:
-    """No reader waits for ever, and the last words say why."""
+    """No reader waits for ever, and the server's last message has the reason."""
     with _served(release, source, mountpoint, "direct_io") as process:
         try:
             holder = subprocess.Popen(
@@ -109,7 +109,7 @@ except OSError:
 
 @pytest.fixture
 def checkpoints(release: str, tmp_path: Path, mountpoint: Path) -> Iterator[Path]:
-    """A mount of checkpoints."""
+    """Mount of checkpoints."""
     (tmp_path / "stored").mkdir()
     words = ["checkpoint", "mount", "--foreground", str(tmp_path / "stored"), str(mountpoint)]
     process = subprocess.Popen(
@@ -138,7 +138,7 @@ main(sys.argv[2:])
 
 
 def test_checkpoints_are_written_replaced_and_read(checkpoints: Path) -> None:
-    """By a mapping that is shared, too, as safetensors reads."""
+    """Reads are also made through a shared mapping, as safetensors makes them."""
     check_python(_SAVES, checkpoints)
 
 

@@ -1,4 +1,4 @@
-"""Servers as processes: signals end them cleanly, and kill -9 of a supervised one goes unseen."""
+"""Servers as processes: signals end them cleanly, and a kill of a supervised one is not noticed."""
 
 import contextlib
 import hashlib
@@ -27,10 +27,10 @@ pytestmark = pytest.mark.needs("fuse")
 _DEADLINE_S = 60.0
 _FILE_BYTES = 96 << 20
 _KILLS = 4
-# Chooses other moments; a test that fails prints it.
+# Seed of the random moments; a failing test prints it.
 _SEED = os.environ.get("BOOTSEER_TEST_SEED", "1")
-# Reads as many MiB as each line says, and tells of each. It is slow, so that it is not done with a
-# line before the worker is killed.
+# Reads as many MiB as each line says, and reports each. Slow, so that a line is not complete before
+# the worker is killed.
 _HASH = """
 import hashlib, sys, time
 digest = hashlib.sha256()
@@ -45,7 +45,7 @@ sys.stdout.write(digest.hexdigest())
 
 
 class Process:
-    """A running `testbed.mounts.flat_server`."""
+    """Running `testbed.mounts.flat_server`."""
 
     def __init__(self, *arguments: str | Path) -> None:
         command = [sys.executable, "-m", "testbed.mounts.flat_server", *map(str, arguments)]
@@ -63,7 +63,7 @@ class Process:
         assert line == "ready\n", self.process.communicate(timeout=_DEADLINE_S)
 
     def worker(self, *, other_than: int = 0) -> int:
-        """The pid of the process that serves under this supervisor."""
+        """Return the id of the process that serves under this supervisor."""
         pid, found = self.process.pid, [0]
 
         def find() -> bool:
@@ -86,7 +86,7 @@ def _process(mountpoint: Path, *arguments: str | Path) -> Iterator[Process]:
         process.await_ready()
         yield process
     except BaseException:
-        # Shown by pytest with the failure: what the server logged.
+        # pytest shows the server's log with a failure.
         fuse_mount.clear_mount(mountpoint)
         process.process.kill()
         sys.stderr.write(process.end()[2])
@@ -195,7 +195,7 @@ def _require_kernel_deadline() -> None:
 
 
 def _require_linux(major: int, minor: int, lack: str) -> None:
-    # The kernel says what it offers only to the server: go by its version.
+    # Only the server sees the kernel's offer, so the version decides here.
     if tuple(int(number) for number in os.uname().release.split(".")[:2]) < (major, minor):
         raise MissingError(f"this kernel {lack} (Linux {major}.{minor} does)")
 
@@ -223,7 +223,7 @@ def test_kill_9_of_the_worker_goes_unseen(source: Path, mountpoint: Path, mode: 
             worker = server.worker(other_than=worker)
             assert reader.stdout.read(part - 1) == "." * (part - 1)
         assert reader.communicate(timeout=_DEADLINE_S)[0] == expected
-        # Opened by the new worker, with the old one's backing id where there is one.
+        # Opened by the new worker, with the old one's backing id if there is one.
         assert _cat(mountpoint / "small") == "small"
         server.process.terminate()
         code, out, err = server.end()
@@ -235,9 +235,11 @@ def test_kill_9_of_the_worker_goes_unseen(source: Path, mountpoint: Path, mode: 
 def test_no_request_is_lost_when_workers_die_at_any_moment(
     source: Path, mountpoint: Path, mode: str
 ) -> None:
-    """Found by it: requests that failed with EIO because the worker was killed while the kernel
-    copied them to a buffer that was not resident; opens counted down twice because the resend
-    came after the new worker's threads had started."""
+    """Regression: requests failed with EIO if their worker died during a copy to a missing page.
+
+    Also, opens were counted down twice if the resend came after the new worker's threads had
+    started.
+    """
     _require_resend()
     for name in "abc":
         (source / name).write_bytes(name.encode() * 100_000)
@@ -264,7 +266,7 @@ sys.stdout.write("whole")
         moments = random.Random(_SEED)
         sys.stdout.write(f"BOOTSEER_TEST_SEED={_SEED}\n")
         for _ in range(60):
-            # The input: how old the worker is.
+            # The worker's age is the input.
             pause(moments.uniform(0, 0.021))
             os.kill(worker, signal.SIGKILL)
             worker = server.worker(other_than=worker)
@@ -294,7 +296,7 @@ def test_a_killed_worker_that_waits_for_a_page_that_it_was_to_bring_is_replaced(
 
 
 def _wait_until_stuck(source: Path, worker: int) -> None:
-    # Before that it may wait for a page of its own program.
+    # Before that, the worker may wait for a page of its own program.
     wait_for(lambda: not (source / "stick-once").exists(), "the read that sticks")
     wait_for(lambda: any("folio" in place for place in wait_channels(worker)), "the page")
 
@@ -302,7 +304,7 @@ def _wait_until_stuck(source: Path, worker: int) -> None:
 def test_readers_end_when_all_that_serve_them_are_killed_while_a_page_is_stored(
     source: Path, mountpoint: Path
 ) -> None:
-    """The kernel gives their requests up: nobody else can, since the worker does not end."""
+    """The kernel must give up their requests, since the worker does not end."""
     _require_kernel_deadline()
     (source / "stick-once").mkdir()
     with _process(mountpoint, "supervise", source, mountpoint, "cached", "5", "15") as server:
@@ -312,7 +314,7 @@ def test_readers_end_when_all_that_serve_them_are_killed_while_a_page_is_stored(
         _wait_until_stuck(source, worker)
         server.process.kill()
         os.kill(worker, signal.SIGKILL)
-        # With an error, or with what was stored.
+        # The read ends with an error, or with the stored bytes.
         reader.wait(_DEADLINE_S)
         wait_for(lambda: not Path(f"/proc/{worker}").exists())
 
@@ -398,7 +400,7 @@ def test_a_frozen_worker_is_replaced(source: Path, mountpoint: Path) -> None:
 
 
 def test_a_stopped_worker_ends_with_its_mount(source: Path, mountpoint: Path) -> None:
-    # It is killed after the first and the last of these seconds together.
+    # The worker is killed after the sum of the first and the last of these times.
     options = ("1", "600", "6", "1")
     with _process(mountpoint, "supervise", source, mountpoint, "cached", *options) as server:
         os.kill(server.worker(), signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Where the bytes of a request come to lie."""
+"""Places of a request's bytes in the buffer."""
 
 import os
 
@@ -11,7 +11,7 @@ MAX_WRITE_BYTES = 2**18
 
 
 def _take(buffer: RequestBuffer, request: bytes) -> None:
-    """Have it read into `buffer`, as from the device."""
+    """Read the request into `buffer`, as from the device."""
     file = os.memfd_create("request")
     try:
         os.pwrite(file, request, 0)
@@ -41,7 +41,8 @@ def test_a_write_that_fills_the_buffer_is_given_away() -> None:
 
 
 def test_a_view_that_an_error_keeps_does_no_harm() -> None:
-    """A refused write's traceback has a view of the buffer, which so cannot change its size."""
+    """The traceback of a refused write has a view of the buffer, which therefore cannot be
+    resized."""
     buffer = RequestBuffer(MAX_WRITE_BYTES)
     kept = buffer.data(100)
     data = os.urandom(MAX_WRITE_BYTES - 48)

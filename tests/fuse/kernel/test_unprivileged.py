@@ -1,4 +1,4 @@
-"""An ordinary user mounts through fusermount3."""
+"""Mounts by an ordinary user through fusermount3."""
 
 import os
 import shutil
@@ -40,7 +40,7 @@ print("left", [m for m in find_mounts("bootseer-test") if m.path == root / "mnt"
 """
 
 
-# Forks, since this Python may lie where the user cannot start it again.
+# Forks, since the user may not be able to start this Python again.
 _SUPERVISED = """
 import os, signal, subprocess, sys
 from pathlib import Path
@@ -67,7 +67,7 @@ print(" left", [m for m in find_mounts("bootseer-test") if m.path == root / "mnt
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """A folder of an ordinary user's own."""
+    """Folder of an ordinary user."""
     require("fuse")
     if find_helper() is None:
         raise MissingError("there is no fusermount3")

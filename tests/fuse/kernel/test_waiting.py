@@ -1,4 +1,4 @@
-"""Nobody waits for ever: interrupts, deadlines, aborts, failing threads, unmounting under load."""
+"""Bounded waiting: interrupts, deadlines, aborts, failing threads, unmounting under load."""
 
 import errno
 import signal
@@ -37,8 +37,11 @@ except OSError as error:
 
 
 class Slow(Operations):
-    """Every name is a file. Reads of "stuck" wait for `release_reads` and nothing else, those of
-    "patient" also for an interrupt; "broken" fails in an unforeseen way."""
+    """File system in which every name is a file, with slow and failing reads.
+
+    Reads of "stuck" wait for `release_reads` only, those of "patient" for an interrupt, too;
+    "broken" fails in an unexpected way.
+    """
 
     names = (b"fast", b"stuck", b"patient", b"broken", b"panic", b"toolong")
 
@@ -68,7 +71,7 @@ class Slow(Operations):
         if name == b"broken":
             raise ZeroDivisionError("a bug")
         if name == b"panic":
-            # What a panic in a Rust extension looks like.
+            # Exception of a panic in a Rust extension.
             raise BaseException("panic")
         if name == b"toolong":
             return bytes(length + 1)
@@ -159,7 +162,7 @@ def test_the_watchdog_answers_once_and_drops_the_late_answer(slow: Slow, mountpo
     with fuse_mount.mounted(slow, mountpoint, options) as server:
         for _ in range(3):
             assert _read(mountpoint / "stuck") == "ETIMEDOUT"
-        # The only thread is stuck three times over; its places were taken.
+        # The only thread was stuck three times, and other threads took its place.
         assert _read(mountpoint / "fast") == "4096"
         slow.release_reads.set()
         for _ in range(3):

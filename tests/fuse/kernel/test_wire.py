@@ -1,4 +1,4 @@
-"""The layouts are those of include/uapi/linux/fuse.h."""
+"""The layouts equal those of include/uapi/linux/fuse.h."""
 
 import math
 import struct

@@ -25,7 +25,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def here(tmp_path: Path, mountpoint: Path, url: str) -> Iterator[Path]:
-    """A mounted tree."""
+    """Mounted tree."""
     with checkpoints(tmp_path, mountpoint, url):
         yield mountpoint
 
@@ -44,7 +44,7 @@ def local_url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def storage(url: str) -> Iterator[StripedStorage]:
-    """A tree of small units, on a local disk and on HDFS, whose client has its own measure."""
+    """Tree of small units, on a local disk and on HDFS."""
     with storage_on(open_backend(url), memory_bytes=2**28) as opened:
         yield opened
 
@@ -57,14 +57,14 @@ def local(tmp_path: Path) -> Iterator[StripedStorage]:
 
 @pytest.fixture
 def young(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Lets garbage be old after no time."""
+    """Makes garbage count as old at once."""
     monkeypatch.setattr(fsck, "MIN_AGE_S", 0.0)
     return lambda: pause(0.02)
 
 
 @pytest.fixture
 def no_instances_stay() -> Iterator[None]:
-    """fsspec keeps file systems by their arguments: the next test gets new ones."""
+    """Clear fsspec's cache of file systems, so that the next test gets new ones."""
     yield
     CheckpointFileSystem.clear_instance_cache()
     gc.collect()

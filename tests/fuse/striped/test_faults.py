@@ -1,4 +1,4 @@
-"""What goes wrong below: the writer is told, readers never see wrong bytes, nothing hangs."""
+"""Faults of the storage: writers see errors, readers never see wrong bytes, nothing hangs."""
 
 import errno
 import os
@@ -32,7 +32,7 @@ NEW = random.Random(2).randbytes(7 * UNIT + 5)
 
 
 class World:
-    """A driver over a faulty backend, holding one old file, and a second look from elsewhere."""
+    """Driver over a faulty backend with one old file, and another node."""
 
     def __init__(self, root: Path, deadline_s: float) -> None:
         self.backend = FaultyBackend(LocalBackend(root))
@@ -58,7 +58,7 @@ class World:
         assert self.elsewhere.names("") == ["f"]
 
     def assert_no_garbage(self) -> None:
-        """Part threads clean up by themselves: give them a moment."""
+        """Assert that no garbage is left once the parts' threads have cleaned up."""
         wait_for(lambda: not find_garbage(self.backend.inner, ""), "the end of the parts")
 
 
@@ -71,7 +71,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 def hurried(tmp_path: Path) -> Iterator[World]:
-    """One in which what hangs ends soon."""
+    """World in which hanging calls end soon."""
     made = World(tmp_path / "backend", 2.0)
     yield made
     made.close()
@@ -113,7 +113,7 @@ def test_a_damaged_layout_is_refused(world: World, tmp_path: Path, at: int) -> N
     data[at] ^= 1
     stored.write_bytes(data)
     world.fails_with(errno.EIO, lambda: world.elsewhere.read("f"))
-    # It can still be removed and replaced; the kernel looks it up for that.
+    # It can still be removed and replaced, for which the kernel looks it up.
     assert world.elsewhere.size("f") > 0
     world.elsewhere.unlink("f")
     world.elsewhere.write("f", NEW)
@@ -184,7 +184,7 @@ def test_a_part_that_fails_fails_the_file(
         world.driver.fs.flush(CALLER, *file)
 
     world.fails_with(code, save)
-    # Every later call on the descriptor tells the same.
+    # Every later call on the descriptor returns the same error.
     world.fails_with(code, lambda: world.driver.fs.fsync(CALLER, *file, False))
     world.fails_with(code, lambda: world.driver.close(file))
     world.assert_old_is_whole()
@@ -209,7 +209,7 @@ def test_a_failed_commit_leaves_the_old_file(world: World) -> None:
 
 
 def test_a_commit_whose_answer_is_lost_keeps_the_new_file_whole(world: World) -> None:
-    """And the writer, who asks again, learns that it is."""
+    """The writer, who asks again, learns that the file is stored."""
     world.backend.after.append(failing("rename", lambda: UnavailableError("lost")))
     world.driver.write("f", NEW)
     assert world.elsewhere.read("f") == NEW
@@ -224,7 +224,7 @@ def test_a_commit_is_made_again_after_an_outage(world: World) -> None:
 
 
 def test_parts_whose_deletion_failed_are_deleted_later(world: World) -> None:
-    """Whatever it failed with: the thread that deletes them lives on."""
+    """The deleting thread survives any error."""
     errors = iter([UnavailableError("down"), RuntimeError("unforeseen"), OSError(errno.EIO, "5")])
     failed: list[BaseException] = []
 
@@ -324,7 +324,7 @@ def test_a_full_disk_is_told_to_the_writer(tmp_path: Path) -> None:
             driver.write("new", bytes(2 * 2**20))
         assert driver.read("old") == OLD
         assert driver.names("") == ["old"]
-        # The parts of the failed save are gone: there is room again.
+        # The parts of the failed save are gone, and their space is free again.
         wait_for(lambda: not find_garbage(driver.storage.backend, ""), "the end of the parts")
         driver.write("new", bytes(600 * 2**10))
         driver.fs.destroyed()
@@ -334,7 +334,7 @@ def test_a_full_disk_is_told_to_the_writer(tmp_path: Path) -> None:
 
 
 def test_a_backend_without_append_is_not_asked_to(tmp_path: Path) -> None:
-    """A large ordinary file cannot be appended to; the refusal names the reason."""
+    """A large ordinary file cannot be appended to; the refusal has the reason."""
     driver = Driver(storage_on(tmp_path))
     (tmp_path / "plain").write_bytes(bytes(100_000))
     file = driver.open("plain", os.O_WRONLY | os.O_APPEND)
@@ -355,7 +355,7 @@ def test_a_storage_without_atomic_rename_is_read_only(world: World) -> None:
 
 @pytest.mark.parametrize("operation", ["create", "write", "close"])
 def test_the_threads_of_a_failed_file_end(world: World, operation: str) -> None:
-    """Found by a part whose close failed: its thread waited for an end that it had seen."""
+    """Regression: the thread of a part whose close failed waited for an end that had passed."""
     before = set(threading.enumerate())
     world.backend.rules.append(failing(operation, lambda: NoSpaceError("x"), within=PARTS_FOLDER))
     world.fails_with(errno.ENOSPC, lambda: world.driver.write("f", NEW))
@@ -368,7 +368,7 @@ def test_the_threads_of_a_failed_file_end(world: World, operation: str) -> None:
 
 
 class Panic(BaseException):
-    """What an extension written in Rust raises when it panics."""
+    """Exception of a panic in an extension written in Rust."""
 
 
 def test_a_panic_in_the_last_close_leaves_no_open_file(world: World) -> None:
@@ -401,7 +401,7 @@ def test_a_rename_that_the_storage_refuses_publishes_nothing(world: World) -> No
         world.driver.rename("f", "d/f")
     assert world.elsewhere.read("f") == OLD
     assert world.elsewhere.names("d") == []
-    # The writer goes on, under the name that it had.
+    # The writer continues with its old name.
     world.driver.pwrite(file, 3, b" and more")
     world.driver.close(file)
     assert world.elsewhere.read("f") == b"new and more"
@@ -423,7 +423,7 @@ def test_an_unlink_that_the_storage_refuses_loses_no_writer(world: World) -> Non
 
 
 def test_the_rename_of_a_file_whose_write_hangs_holds_up_nobody_else(world: World) -> None:
-    """The mount's lock was held until the writer of the file could be told its new name."""
+    """Regression: the mount's lock was held until the file's writer could be told its new name."""
     driver = world.driver
     driver.write("g", b"other")
     file = driver.open("f", os.O_WRONLY | os.O_APPEND)

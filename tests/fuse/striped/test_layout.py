@@ -1,4 +1,4 @@
-"""The layout codec and the address arithmetic, against a byte-by-byte oracle."""
+"""Layout codec and address arithmetic against a byte-by-byte oracle."""
 
 import functools
 import hashlib
@@ -32,7 +32,8 @@ BLOCK = MIN_BLOCK_BYTES
 
 
 def deal(data: bytes, unit: int, count: int) -> list[bytearray]:
-    """The oracle: byte i goes where its unit number, modulo the count, says."""
+    """Return the parts by the oracle: byte i is in the part of its unit's number modulo the
+    count."""
     parts = [bytearray() for _ in range(count)]
     for index, byte in enumerate(data):
         parts[index // unit % count].append(byte)
@@ -160,7 +161,7 @@ def test_any_flipped_bit_is_refused_or_changes_nothing(position: int, bit: int) 
         result = decode_layout(bytes(data), "f")
     except (CorruptError, UnknownFormatError):
         return
-    # Only the padding is not covered by a checksum.
+    # Only the padding has no checksum.
     assert result == decode_layout(encoded(), "f")
 
 
@@ -171,7 +172,7 @@ def test_a_truncated_layout_is_refused(length: int) -> None:
 
 
 def reseal(data: bytearray) -> bytes:
-    """`data` with both checksums made right again: what an attacker would write."""
+    """Return `data` with both checksums made right, as an attacker would write it."""
     (body_bytes,) = struct.unpack_from("<Q", data, 40)
     body = data[HEADER_BYTES : HEADER_BYTES + body_bytes]
     struct.pack_into("<Q", data, 48, xxhash.xxh3_64_intdigest(body))
@@ -225,7 +226,7 @@ def test_unusable_geometry_is_refused(unit: int, count: int) -> None:
 
 
 def test_version_1_stays_as_it_is() -> None:
-    """The bytes of a layout of the first release; they must decode, and encode, for ever."""
+    """A layout's bytes must decode, and encode to the same bytes, for ever."""
     data = encoded()
     assert len(data) == 1729
     assert hashlib.sha256(data).hexdigest() == (

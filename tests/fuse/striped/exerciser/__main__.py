@@ -34,7 +34,7 @@ def _storage(kind: str, folder: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Exit code 1 where a deviation was found."""
+    """Run; return 1 if a deviation was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--sequences", type=int, help="end after so many")

@@ -1,7 +1,7 @@
-"""The exerciser's coordinator: two mounts of one folder, worker processes, and a model beside them.
+"""Coordinator of the exerciser: two mounts of one folder, worker processes, and a model.
 
-It never touches a mount itself, so that it can always end what hangs. Every sequence of operations
-is drawn from the seed and its number, and works in a folder of its own.
+The coordinator never touches a mount, so that it can always end hanging processes. Every sequence
+of operations is drawn from the seed and its number, and uses a folder of its own.
 """
 
 import contextlib
@@ -43,24 +43,24 @@ from tests.fuse.striped.support.harness import storage_on
 from tests.fuse.striped.support.mounting import checkpoints
 
 UNIT_BYTES = 64 * 2**10
-"""Files of more than this are striped: small, so that a sequence takes little time."""
+"""Files larger than this are striped; small, so that a sequence is short."""
 LENGTH = 80
-"""Operations of one sequence."""
+"""Number of operations of one sequence."""
 _ANSWER_S = 60.0
 _KILLS_COUNT, _KILLS_S = 4, 12.0
-"""How often a server is killed in how many seconds, at most."""
+"""Largest number of kills of a server within this time."""
 _LOG_LINES = 8
 _LINE_CHARS = 300
 _PROCESSES = ("A0", "A1", "A2", "B0", "B1")
-"""The first letter is the mount. Those with a 0 only look, and are never killed."""
+"""Names of processes: the letter is the mount; those with a 0 only read, and are never killed."""
 
 
 class HangError(Exception):
-    """A process did not answer."""
+    """Error of a process that does not answer."""
 
 
 class SequenceError(Exception):
-    """A sequence of operations that shows a deviation."""
+    """Sequence of operations that shows a deviation."""
 
     def __init__(self, operations: Sequence[Operation], why: str) -> None:
         super().__init__(why)
@@ -72,7 +72,7 @@ class SequenceError(Exception):
 
 
 class Process:
-    """The coordinator's end of one worker process."""
+    """Coordinator's end of one worker process."""
 
     def __init__(self, channel: socket.socket, popen: "subprocess.Popen[bytes] | None") -> None:
         self._channel = channel
@@ -83,12 +83,12 @@ class Process:
         self.is_alive = True
 
     def greet(self) -> None:
-        """Read which process this is."""
+        """Read the process's id."""
         greeting = json.loads(self._lines.readline())
         self.name, self.pid = greeting["name"], greeting["pid"]
 
     def ask(self, request: Mapping[str, Any]) -> Answer:
-        """Let the process do something. Raises: HangError."""
+        """Send a request and return its answer. Raises: HangError."""
         try:
             self._channel.sendall(json.dumps(request).encode() + b"\n")
             line = self._lines.readline()
@@ -103,11 +103,11 @@ class Process:
         return {"died": self._popen.returncode if self._popen is not None else "a signal"}
 
     def tell(self, request: Mapping[str, Any]) -> None:
-        """Let the process do something of which no answer is wanted."""
+        """Send a request without an answer."""
         self._channel.sendall(json.dumps(request).encode() + b"\n")
 
     def end(self, *, is_killed: bool) -> None:
-        """Kill the process, or let it exit; its files are closed then. Raises: HangError."""
+        """Kill the process or let it exit, which closes its files. Raises: HangError."""
         if not self.is_alive:
             return
         self.is_alive = False
@@ -157,7 +157,7 @@ class TwoMounts:
         self._accept(subprocess.Popen(command, cwd="/"))
 
     def fork(self, who: str, child: str) -> Answer:
-        """Let a process fork; its child is a process of its own then."""
+        """Make a process fork; its child becomes a process of its own."""
         answer = self.processes[who].ask({"do": "fork", "child": child})
         if "ok" in answer:
             self._accept(None)
@@ -190,14 +190,14 @@ class TwoMounts:
         return {"ok": None}
 
     def _space_out_kills(self, mount: str) -> None:
-        """A supervisor gives up a server that is killed more often."""
+        """Wait before a kill: a supervisor gives up a server that is killed too often."""
         kills = self._kills[mount]
         if len(kills) == kills.maxlen:
             wait_for(lambda: time.monotonic() > kills[0] + _KILLS_S, "a time without kills")
         kills.append(time.monotonic())
 
     def wait_for_releases(self, mount: str, count: int) -> None:
-        """Until the server knows that no more than `count` files are open."""
+        """Wait until the server knows that at most `count` files are open."""
         made = self.mounted[mount]
 
         def is_known() -> bool:
@@ -209,7 +209,7 @@ class TwoMounts:
         wait_for(is_known, f"{count} files are open in mount {mount}: this", timeout_s=_ANSWER_S)
 
     def stored(self, path: str) -> Answer:
-        """Return what `peek` would show on a node that has nothing open."""
+        """Return the result of `peek` on a node that has no file open."""
         try:
             size = size_of(self._storage, path)
             buffer = bytearray(size)
@@ -228,14 +228,14 @@ class TwoMounts:
         return "\n".join(found)
 
     def reset(self) -> None:
-        """End all processes, and begin anew."""
+        """End all processes, and start new ones."""
         for name in list(self.processes):
             self.end(name, is_killed=True)
         for mount in self.mounted:
             self.wait_for_releases(mount, 0)
 
     def close(self) -> None:
-        """End all processes; those that hang end with their mounts."""
+        """End all processes; the hanging ones end with their mounts."""
         for process in self.processes.values():
             with contextlib.suppress(OSError):
                 os.kill(process.pid, signal.SIGKILL)
@@ -275,7 +275,7 @@ def open_site(folder: Path, url: str) -> Iterator[TwoMounts]:
 
 
 class Run:
-    """One sequence of operations, in a folder of its own, with a model of it."""
+    """Sequence of operations in a folder of its own, with a model of it."""
 
     def __init__(self, site: TwoMounts, folder: str) -> None:
         self._site = site
@@ -294,7 +294,7 @@ class Run:
         return str(self._site.mounted[mount].directory / self._folder / path)
 
     def perform(self, operation: Operation) -> None:
-        """Do one operation, and judge it. Raises: SequenceError."""
+        """Do one operation and judge its answer. Raises: SequenceError."""
         self.done.append(operation)
         try:
             begun_s = time.monotonic()
@@ -305,7 +305,7 @@ class Run:
             why = f"{type(error).__name__}: {error}\n{self._site.log_ends()}"
             raise SequenceError(self.done, why) from None
         for name in _PROCESSES:
-            # Who was killed is followed by another one.
+            # A killed process is replaced by a new one.
             if name not in self._site.processes:
                 self._site.start(name)
                 self.model.begin(name, name[0])
@@ -327,7 +327,7 @@ class Run:
         return self._site.processes[who].ask(request)
 
     def _find_out(self) -> None:
-        """Ask the storage what the last operation has left open."""
+        """Read from the storage the results that the last operation has left open."""
         for mount in sorted(self.model.needs_releases):
             self._site.wait_for_releases(mount, self.model.open_count(mount))
         self.model.needs_releases.clear()
@@ -335,7 +335,7 @@ class Run:
             self.model.answer(path, self._site.stored(f"{self._folder}/{path}"))
 
     def finish(self) -> None:
-        """Close all files, and compare what every node sees. Raises: SequenceError."""
+        """Close all files, and compare the views of every node. Raises: SequenceError."""
         for who in list(self.model.processes):
             if "." in who:
                 self.perform({"do": "exit", "who": who})
@@ -365,9 +365,10 @@ def run_random(
     length: int = LENGTH,
     weights: Mapping[str, float] | None = None,
 ) -> int:
-    """Run a sequence of a seed; the number of operations done. Raises: SequenceError.
+    """Run the sequence of a seed and number; return the number of operations.
 
-    Without `weights` the theme follows from the number, and plans are followed, too.
+    Without `weights` the theme follows from the number, and plans are followed, too. Raises:
+    SequenceError.
     """
     has_plans = weights is None
     weights = THEMES[number % len(THEMES)] if weights is None else weights
@@ -385,7 +386,7 @@ def run_random(
 
 
 def run_again(site: TwoMounts, operations: Sequence[Operation]) -> None:
-    """Run a sequence that is known, without what makes no sense in it. Raises: SequenceError."""
+    """Run a known sequence, without its operations that make no sense. Raises: SequenceError."""
     run = Run(site, f"s{next(_numbers)}")
     for operation in operations:
         if run.model.permits(operation):
@@ -394,7 +395,7 @@ def run_again(site: TwoMounts, operations: Sequence[Operation]) -> None:
 
 
 def shrink(folder: Path, url: str, failure: SequenceError, until_s: float) -> SequenceError | None:
-    """Look for a shorter sequence that fails; None where it does not fail again.
+    """Return a shorter sequence that fails, or None if the failure does not happen again.
 
     Mounts of its own, below `folder`, serve all attempts.
     """

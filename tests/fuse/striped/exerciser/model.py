@@ -1,11 +1,10 @@
-"""An in-memory model of a checkpoint tree that several nodes have mounted.
+"""In-memory model of a checkpoint tree that several nodes have mounted.
 
-Pure: no I/O, and the time is an argument. `Model.apply` takes one operation with what the real
-mount answered, raises `DeviationError` where docs/SEMANTICS.md does not allow that answer, and
-changes the state of the model accordingly. Where the page leaves a choice (a write that may be
-refused, a name that may be a second old) the model allows each of them, and believes the answer.
-What an operation leaves open for readers to find out stands in `Model.open_questions` until
-`answer` is called.
+Pure: no I/O, and the time is an argument. `Model.apply` takes one operation and the real mount's
+answer, raises `DeviationError` if docs/SEMANTICS.md does not allow that answer, and changes the
+model's state accordingly. Where the page leaves a choice (a write that may be refused, a name that
+may be a second old), the model allows every possibility and believes the answer. Results that only
+a reader of the storage can find out are in `Model.open_questions` until `answer` is called.
 """
 
 import errno
@@ -17,57 +16,58 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STALE_S = 1.0
-"""How old names and attributes of another node's changes may be."""
+"""Largest age of names and attributes that another node has changed."""
 GRACE_S = 29.0
-"""After this a reader of what another node replaced may get EIO; a second less than promised."""
+"""Time after which a reader of a file that another node replaced may get EIO; a second less than
+promised."""
 
 Operation = dict[str, Any]
 Answer = dict[str, Any]
 
 
 class DeviationError(AssertionError):
-    """The mount has done what docs/SEMANTICS.md does not allow."""
+    """Answer of the mount that docs/SEMANTICS.md does not allow."""
 
 
 @dataclass(eq=False)
 class Generation:
-    """Content that a name had, from one replacement to the next."""
+    """Content of a name from one replacement to the next."""
 
     content: bytes
     is_striped: bool | None
-    """None where the page leaves it open."""
+    """Whether it is striped; None where the page leaves it open."""
 
 
 @dataclass(eq=False)
 class Writer:
-    """What one open file description has written."""
+    """Writes through one open file description."""
 
     content: bytearray
     base: Generation | None = None
-    """What it adds to."""
+    """Generation to which the writer adds."""
     published: Generation | None = None
     unsure_before: int = 0
-    """A write or truncation before this offset may be refused."""
+    """Writes and truncations before this offset may be refused."""
     sent: int = 0
-    """Reading back before this offset may be refused until the next publication."""
+    """Reads before this offset may be refused until the next publication."""
     unchanged: int = 0
-    """How many of its first bytes are as they are stored: those can be read back."""
+    """Number of first bytes that equal the stored ones, and so can be read back."""
     is_aligned: bool = True
-    """Whether it is sent in units from its beginning, so that `sent` is known."""
+    """Whether units are sent from the file's beginning, so that `sent` is known."""
     announced: int = 0
     is_dirty: bool = True
     wrote: set[str] = field(default_factory=set)
-    """The processes that have changed something since it was published last."""
+    """Processes that have changed something since the last publication."""
     errors: frozenset[int] = frozenset()
-    """Not empty: it has failed, and each later call gives one of these."""
+    """If not empty, the writer has failed, and each later call fails with one of these."""
     doubts: frozenset[int] = frozenset()
-    """It may have failed with one of these when nobody was told."""
+    """Errors with which the writer may have failed without a call that could report them."""
     is_detached: bool = False
     was_killed: bool = False
-    """A process that wrote was killed, and another one has a copy of the descriptor."""
+    """Whether a writing process was killed while another one had a copy of the descriptor."""
     was_restarted: bool = False
     may_be_published: bool = False
-    """Whether all that was written may be published already, unseen."""
+    """Whether everything written may be published already, unseen."""
 
     @property
     def size(self) -> int:
@@ -80,28 +80,28 @@ class Writer:
 
 @dataclass(eq=False)
 class Description:
-    """An open file description: one open(2), and all copies of its descriptor."""
+    """Open file description: one open(2), and all copies of its descriptor."""
 
     mount: str
     name: str | None
-    """The name of what is written through it; None when that is gone."""
+    """Name that is written through it; None if the name is gone."""
     flags: int
     generation: Generation | None = None
-    """What it reads."""
+    """Generation that it reads."""
     writer: Writer | None = None
     base: Generation | None = None
-    """What it adds to, before it writes."""
+    """Generation to which it will add, before its first write."""
     holders: set[tuple[str, str]] = field(default_factory=set)
     maps: set[tuple[str, str]] = field(default_factory=set)
     made_the_name: bool = False
     was_flushed: bool = False
-    """A copy was closed, and nothing was written since."""
+    """Whether a copy was closed and nothing was written since."""
     is_superseded: bool = False
-    """Emptied only, and somebody else opened it to write since, or made it."""
+    """Whether it only emptied the file, and another writer has opened or made the file since."""
     refused: frozenset[int] = frozenset()
-    """What its first write was refused with; it has never begun to write."""
+    """Errors with which its first write was refused; it has never begun to write."""
     lost_s: float | None = None
-    """When another node replaced, removed or renamed what it reads."""
+    """Time at which another node replaced, removed or renamed the file that it reads."""
 
     @property
     def reads(self) -> bool:
@@ -120,7 +120,7 @@ class Description:
 
     @property
     def has_unsaved_bytes(self) -> bool:
-        """Also of a file that has no name any more."""
+        """Return whether bytes are not saved, also of a file without a name."""
         return self.writer is not None and bool(self.writer.wrote) and not self.writer.errors
 
     @property
@@ -129,22 +129,22 @@ class Description:
 
     @property
     def is_late(self) -> bool:
-        """Whether it could only empty what somebody else has opened to write since."""
-        # Who cuts it to nothing itself, since, means it.
+        """Return whether it could only empty a file that another writer has opened since."""
+        # A writer that empties the file itself since then publishes the empty file.
         is_cut = self.writer is not None and self.writer.may_be_published
         return self.only_empties and self.is_superseded and not is_cut
 
 
 @dataclass
 class _Past:
-    """A name as it was before a change."""
+    """Name as it was before a change."""
 
     until_s: float
     mount: str
-    """Which node has changed it."""
+    """Mount that has changed it."""
     path: str
     was: Generation | str | None
-    """"dir" for a directory."""
+    """Earlier content of the name; "dir" for a directory."""
 
 
 def content(seed: int, size: int) -> bytes:
@@ -153,7 +153,7 @@ def content(seed: int, size: int) -> bytes:
 
 
 def described(data: bytes) -> list[Any]:
-    """Return what a worker tells of bytes that it has read."""
+    """Return a worker's description of bytes that it has read."""
     return [len(data), hashlib.blake2b(data, digest_size=16).hexdigest()]
 
 
@@ -171,12 +171,12 @@ class Model:
         self.files: dict[str, Generation] = {}
         self.dirs: set[str] = {""}
         self.processes: dict[str, str] = {}
-        """Name of each living process, and its mount."""
+        """Mount of each living process by name."""
         self.descriptions: list[Description] = []
         self.open_questions: dict[str, list[tuple[Generation, Description]]] = {}
-        """Names of which the last operation may or may not have changed the content."""
+        """Names whose content the last operation may or may not have changed."""
         self.needs_releases: set[str] = set()
-        """Mounts whose server must hear of closed files before the next look is exact."""
+        """Mounts whose server must know of closed files before the next answer is exact."""
         self._past: list[_Past] = []
         self._begun_s = self._ended_s = 0.0
 
@@ -195,7 +195,7 @@ class Model:
         }
 
     def open_count(self, mount: str) -> int:
-        """Return how many files are open in a mount."""
+        """Return the number of open files of a mount."""
         return sum(one.mount == mount for one in self.descriptions)
 
     def at(self, mount: str, path: str) -> list[Description]:
@@ -216,7 +216,7 @@ class Model:
         }
 
     def permits(self, operation: Operation) -> bool:
-        """Return whether the operation makes sense now, and the page says what comes of it."""
+        """Return whether the operation makes sense now, and the page defines its result."""
         do, who = operation["do"], operation.get("who", "")
         if do == "restart":
             return True
@@ -245,7 +245,7 @@ class Model:
             one = slots.get(slot or "")
             return one is not None and (not one.writes or operation["size"] > 0)
         if do == "ftruncate" and slot in slots and operation["size"] == 0:
-            # Whether that changes an empty file is not decided.
+            # It is not defined whether this changes an empty file.
             one = slots[slot]
             return one.writer is not None or one.base is None or len(one.base.content) > 0
         if slot is not None:
@@ -265,7 +265,7 @@ class Model:
         if path in self.dirs:
             return False
         if parent_of(path) not in self.dirs and operation["flags"] & os.O_CREAT:
-            # Another node may take the folder to be there for a second.
+            # For another node the folder may still exist for a second.
             return False
         writes = operation["flags"] & os.O_ACCMODE != os.O_RDONLY
         return not writes or not any(
@@ -273,8 +273,11 @@ class Model:
         )
 
     def _may_change(self, mount: str, operation: Operation) -> bool:
-        """Leave out what the page does not decide: folders that another node is working in, and
-        names that several files in the making would be published under."""
+        """Return whether the page defines the result of changing `directory`.
+
+        It does not for folders in which another node has files open, and for names of several
+        unfinished files.
+        """
         if operation["do"] == "unlink":
             return operation["path"] not in self.dirs
         if operation["do"] == "rmdir":
@@ -282,7 +285,7 @@ class Model:
         source, target = operation["source"], operation["target"]
         unfinished = [one for one in self.at(mount, source) if one.is_unfinished]
         if any(one.writer is not None and one.writer.was_killed for one in unfinished):
-            # Whether it is published depends on who closes it.
+            # It depends on the closing process whether it is published.
             return False
         if unfinished and source not in self.files and all(one.is_late for one in unfinished):
             return False
@@ -303,7 +306,7 @@ class Model:
         )
 
     def _others_inside(self, mount: str, directory: str) -> bool:
-        """Whether another node has a file of the directory open, also one that is gone."""
+        """Return whether another node has a file of the directory open, removed files included."""
         return any(
             one.mount != mount and (one.name is None or one.name.startswith(directory + "/"))
             for one in self.descriptions
@@ -314,7 +317,7 @@ class Model:
     def apply(
         self, operation: Operation, answer: Answer, begun_s: float = 0.0, ended_s: float = 0.0
     ) -> None:
-        """Judge the answer to an operation, and go on from it. Raises: DeviationError."""
+        """Judge the answer to an operation, and change the state. Raises: DeviationError."""
         self._begun_s, self._ended_s = begun_s, ended_s
         arguments = {name: value for name, value in operation.items() if name != "do"}
         if "died" in answer and operation["do"] not in ("kill", "exit"):
@@ -322,7 +325,8 @@ class Model:
         getattr(self, f"_do_{operation['do']}")(answer, **arguments)
 
     def answer(self, path: str, answer: Answer) -> None:
-        """Take what a `peek` at the storage says of an open question. Raises: DeviationError."""
+        """Use the result of a `peek` at the storage for an open question. Raises:
+        DeviationError."""
         asked = self.open_questions.pop(path)
         current = self.files.get(path)
         if current is None:
@@ -347,7 +351,7 @@ class Model:
     def _refused(
         self, answer: Answer, errors: Iterable[int] = (), *, must_fail: bool = False
     ) -> bool:
-        """Whether the call was refused, as it may be. Raises: DeviationError."""
+        """Return whether the call was refused with an allowed error. Raises: DeviationError."""
         allowed = sorted(set(errors))
         names = [errno.errorcode[code] for code in allowed]
         if "errno" not in answer:
@@ -367,7 +371,7 @@ class Model:
             raise DeviationError(f"{what} is {answer['ok']!r}; expected one of {choices!r}")
 
     def _local(self, mount: str, path: str) -> set[bool]:
-        """Whether a name that is not published exists in a mount: one answer, or both."""
+        """Return whether an unpublished name exists in a mount: one answer, or both."""
         found: set[bool] = set()
         for one in self.at(mount, path):
             if one.writer is None:
@@ -385,17 +389,17 @@ class Model:
         return {True} if path in self.files else self._local(mount, path)
 
     def _were(self, mount: str, path: str) -> Iterator[Generation | str | None]:
-        """What a node may still take a name for."""
+        """Yield everything that a name may still be for a node."""
         yield from (past.was for past in self._recent(mount) if past.path == path)
 
     def _recent(self, mount: str) -> Iterator[_Past]:
-        """The changes that a node may not have seen yet."""
+        """Yield the changes that a node may not have seen yet."""
         for past in self._past:
             if past.mount != mount and self._begun_s <= past.until_s + STALE_S:
                 yield past
 
     def _stale(self, one: Description) -> set[bool]:
-        """Whether somebody replaced what a writer adds to: one answer, or both."""
+        """Return whether the file that a writer adds to was replaced: one answer, or both."""
         writer = one.writer
         base = writer.base if writer is not None else one.base
         if (writer is not None and writer.is_detached) or one.name is None:
@@ -461,7 +465,7 @@ class Model:
                 writer.sent = 0
                 writer.wrote.clear()
                 if len(writer.content) > self.unit_bytes:
-                    # What was announced is zeros now.
+                    # The announced bytes are zeros now.
                     writer.content += bytes(writer.size - len(writer.content))
                     writer.unsure_before, writer.is_aligned = len(writer.content), False
             return
@@ -473,7 +477,7 @@ class Model:
         self._note_published(one, generation)
 
     def _ask(self, one: Description) -> None:
-        """Leave it to a look at the storage whether this was published."""
+        """Leave it to a read of the storage whether this was published."""
         writer = one.writer
         assert writer is not None
         if one.name is None or writer.is_detached:
@@ -482,14 +486,14 @@ class Model:
         self.open_questions.setdefault(one.name, []).append((self._made(writer), one))
 
     def _publishing_errors(self, one: Description) -> tuple[set[int], bool]:
-        """The errors that a publication may end with, and whether it must fail."""
+        """Return the errors with which a publication may end, and whether it must fail."""
         writer = one.writer
         assert writer is not None
         if writer.errors:
             return set(writer.errors), True
         is_gap_too_large = self._is_gap_too_large(writer)
         if writer.is_detached and is_gap_too_large and len(writer.content) > self.unit_bytes:
-            # Of what has no name it is stored, to be read back.
+            # The bytes of a nameless file are stored, to be read back.
             return {errno.EOPNOTSUPP, *writer.doubts}, False
         if not writer.is_dirty or writer.is_detached:
             return set(writer.doubts), False
@@ -500,7 +504,8 @@ class Model:
         return errors | writer.doubts, False not in stale
 
     def _is_gap_too_large(self, writer: Writer) -> bool:
-        """Whether more was announced than is filled up with zeros."""
+        """Return whether the announced size exceeds the written bytes by more than is filled with
+        zeros."""
         return writer.announced - len(writer.content) > self.unit_bytes
 
     def _fail(self, writer: Writer, *codes: int) -> None:
@@ -532,7 +537,7 @@ class Model:
                     other.is_superseded = True
             if current is None or flags & os.O_TRUNC:
                 one.writer = Writer(bytearray())
-                # Without O_TRUNC it empties nothing that somebody else is about to publish.
+                # Without O_TRUNC it does not empty a file that another writer is about to publish.
                 one.is_superseded = not flags & os.O_TRUNC and True in exists
                 one.made_the_name = current is None and not one.is_superseded
             else:
@@ -572,7 +577,7 @@ class Model:
         is_killed: bool = False,
         is_settled: bool = False,
     ) -> None:
-        """A process lets go of descriptors. `is_settled`: what that publishes is known."""
+        """Close the descriptors of a process; `is_settled`: the published content is known."""
         had_closed = one.was_flushed
         one.holders -= holders
         one.was_flushed = True
@@ -583,7 +588,7 @@ class Model:
                 self._fail(writer, code)
             if not is_last and is_killed:
                 writer.was_killed |= who in writer.wrote or one.only_empties
-                # Who looks the name up before others write on does not find it.
+                # A process that looks the name up before others go on writing does not find it.
                 one.made_the_name &= not writer.was_killed
             elif is_killed and is_last:
                 if one.is_unfinished and had_closed and who not in writer.wrote:
@@ -595,7 +600,7 @@ class Model:
         if is_last:
             self.descriptions.remove(one)
             for other in self.at(one.mount, one.name or ""):
-                # Whether the name is shown then, where it is not published, is not promised.
+                # It is not promised whether an unpublished name is visible then.
                 other.made_the_name = False
 
     def _closed(self, one: Description, writer: Writer, who: str, *, is_last: bool) -> None:
@@ -608,7 +613,7 @@ class Model:
         elif who in writer.wrote or (is_last and (writer.was_killed or self._unsure(one))):
             self._ask(one)
         elif is_last:
-            # Nobody can be told of a failure then.
+            # No call can report a failure then.
             if self._publishing_errors(one)[0]:
                 self._ask(one)
             else:
@@ -621,9 +626,10 @@ class Model:
     # ---- writing --------------------------------------------------------------------------
 
     def _begin_writing(self, one: Description, *, is_empty: bool = False) -> set[int]:
-        """Make the writer of a file that is opened to add to; the errors that this may give."""
+        """Make the writer of a file that is opened for adding; return the errors that this may
+        give."""
         if one.writer is not None:
-            # A new server looks at what it would go on with when it does.
+            # A new server reads the file to which the writer adds when the writer goes on.
             may_be_stale = one.writer.was_restarted and True in self._stale(one)
             return {errno.ESTALE} if may_be_stale else set()
         base = one.base
@@ -709,17 +715,17 @@ class Model:
         if size == writer.size and (had_writer or size == was):
             is_new = writer.is_dirty or not had_writer
             if size == 0 and is_new and not (writer.may_be_published or writer.was_restarted):
-                # What is not published yet and cut to nothing is empty for certain.
+                # An unpublished file that was emptied is certainly empty.
                 self._changed(one, who)
                 return
-            # Whether that counts as a change is left open.
+            # It is not defined whether this is a change.
             writer.may_be_published |= writer.is_dirty
             return
         if size == 0:
             writer.content.clear()
             writer.base = None
             if writer.published is not None:
-                # From here on it is a new file, which replaces whatever is there.
+                # From here on it is a new file, which replaces any file of the name.
                 writer.published = None
             writer.unsure_before = writer.sent = writer.announced = writer.unchanged = 0
             writer.is_aligned = True
@@ -768,7 +774,7 @@ class Model:
     # ---- reading --------------------------------------------------------------------------
 
     def _sizes_here(self, mount: str, path: str) -> set[int]:
-        """The sizes that a name may show to those on the node that writes it."""
+        """Return the sizes that a name may have on the node that writes it."""
         return {one.writer.size for one in self.at(mount, path) if one.writer is not None} | (
             {0} if self._local(mount, path) != {False} and path not in self.files else set()
         )
@@ -810,7 +816,7 @@ class Model:
             self._expect_shown(answer, self._unpublished(mount, path))
 
     def _unpublished(self, mount: str, path: str) -> list[bytes]:
-        """What a file that no other node sees may look like here."""
+        """Return the contents that a file which no other node sees may have here."""
         writers = [one.writer for one in self.at(mount, path) if one.writer is not None]
         return [b"", *(writer.bytes_at(0, writer.size) for writer in writers)]
 
@@ -827,7 +833,7 @@ class Model:
             if not (writer.errors or writer.was_restarted or writer.was_killed):
                 sizes = [writer.size]
                 if one.is_late:
-                    # Whether it will be emptied by this is open.
+                    # It is not defined whether this will empty it.
                     sizes += self._stored_sizes(one.name)
                 self._expect_value(answer, sizes, "the size")
         elif one.generation is not None:
@@ -871,7 +877,7 @@ class Model:
         origins = [one.generation]
         if one.writer is not None:
             origins += [one.writer.base, one.writer.published]
-        # Nothing but its name leads to an ordinary file.
+        # An ordinary file is reached by its name only.
         is_ordinary = any(held is not None and held.is_striped is not True for held in origins)
         return {errno.EIO} if is_ordinary or self._ended_s > one.lost_s + GRACE_S else set()
 
@@ -924,9 +930,9 @@ class Model:
     # ---- names ----------------------------------------------------------------------------
 
     def _detach(self, one: Description) -> None:
-        """The name that this writes is gone, or another file's now."""
+        """Note that the written name is gone, or another file's now."""
         if one.writer is None and one.base is not None:
-            # Where that was replaced before, its first write may say so.
+            # If that was replaced before, the first write may report so.
             doubts = self._begin_writing(one)
             assert one.writer is not None
             one.writer.doubts |= doubts
@@ -996,7 +1002,7 @@ class Model:
             must_fail = must_fail or True not in exists
         stale = [*self._were(mount, source), *self._were(mount, target)]
         if stale:
-            # The kernel, and the mount, judge by what they know of both names.
+            # The kernel and the mount decide by their own knowledge of both names.
             errors |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT, errno.ENOTEMPTY}
         if self._refused(answer, errors, must_fail=must_fail):
             return
@@ -1034,7 +1040,7 @@ class Model:
                 and one.name is not None
                 and one.name.startswith((source + "/", target + "/"))
             ]
-            # Nothing is lost of what was emptied only, and opened anew since.
+            # A file that was only emptied and opened again since loses nothing.
             if any(not one.is_late for one in unfinished):
                 errors |= {errno.EBUSY, errno.ENOTEMPTY}
             must_fail = bool(errors)
@@ -1052,8 +1058,8 @@ class Model:
         for one in unfinished:
             assert one.writer is not None
             if self._is_gap_too_large(one.writer):
-                # It cannot be published as it is. What is added to a file is published after that
-                # is renamed, and only the writer hears of it.
+                # It cannot be published as it is. The file with the added bytes is published after
+                # the rename, and only the writer sees an error.
                 one.writer.doubts |= {errno.EOPNOTSUPP}
                 adds = one.writer.base is not None or one.writer.published is not None
                 return {errno.EOPNOTSUPP, errno.EXDEV}, not adds
@@ -1068,8 +1074,10 @@ class Model:
         return ({errno.EXDEV} if kinds - {False} else set()), False
 
     def _may_have_nameless_parts(self, mount: str) -> bool:
-        """Whether a file without a name is open to write that is, or was, larger than a unit. Of
-        which folder its name was is not known any more."""
+        """Return whether a nameless file that is open for writing is, or was, larger than a unit.
+
+        The folder of its name is not known any more.
+        """
         for one in self.descriptions:
             writer = one.writer
             if one.mount != mount or writer is None or not writer.is_detached:
@@ -1127,7 +1135,7 @@ class Model:
     # ---- processes and servers ------------------------------------------------------------
 
     def begin(self, who: str, mount: str) -> None:
-        """A process without open files."""
+        """Add a process without open files."""
         self.processes[who] = mount
 
     def _do_fork(self, answer: Answer, who: str, child: str) -> None:
@@ -1160,7 +1168,7 @@ class Model:
         del self.processes[who]
 
     def _end_writing(self, one: Description, who: str) -> bool:
-        """Settle what becomes of a writer that may fail when a process ends: nobody hears of it."""
+        """Settle a writer that may fail when its process ends: no call reports the failure."""
         writer = one.writer
         if writer is None or writer.errors:
             return False
@@ -1173,7 +1181,7 @@ class Model:
         return bool(errors)
 
     def _do_restart(self, answer: Answer, mount: str, how: str) -> None:
-        """`how`: "kill", "force" or "wait"."""
+        """Restart the server; `how` is "kill", "force" or "wait"."""
         unsaved = any(one.has_unsaved_bytes for one in self.descriptions if one.mount == mount)
         if "busy" in answer:
             if how != "wait" or not unsaved:
@@ -1202,7 +1210,7 @@ def _shows(answer: Answer, data: bytes) -> bool:
 
 
 def _sizes(choices: Iterable[Any]) -> list[Any]:
-    """What a message says of contents."""
+    """Return contents as sizes, for a message."""
     found: list[Any] = []
     for choice in choices:
         data = choice.content if isinstance(choice, Generation) else choice

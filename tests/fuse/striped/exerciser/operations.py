@@ -1,4 +1,4 @@
-"""Random choice of the exerciser's operations. Pure: draws from a generator and a model."""
+"""Random choice of the exerciser's operations. Pure: uses a generator and a model."""
 
 import os
 import random
@@ -13,12 +13,12 @@ _DIRECTORIES = ["d", "e", "d/e"]
 _DIRECTORY_WEIGHTS = [4, 2, 1]
 _TRIES = 200
 _OPEN_MAX = 5
-"""How many files a process has open at once."""
+"""Largest number of files that a process has open."""
 _FORKS_MAX = 2
 _PLAN_SHARE = 0.5
-"""How likely the next operation begins a plan, where none is under way."""
+"""Probability that the next operation begins a plan if none is under way."""
 _STEP_SHARE = 0.8
-"""How likely the next operation is the next one of the plan that is under way."""
+"""Probability that the next operation is the next one of the current plan."""
 _CUT_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 WEIGHTS: Mapping[str, float] = {
@@ -47,7 +47,7 @@ WEIGHTS: Mapping[str, float] = {
     "kill": 2,
     "restart": 0.25,
 }
-"""How often each kind of operation is chosen, in relation to the others."""
+"""Relative frequency of each kind of operation."""
 
 
 def _theme(**weights: float) -> Mapping[str, float]:
@@ -56,18 +56,18 @@ def _theme(**weights: float) -> Mapping[str, float]:
 
 THEMES: Sequence[Mapping[str, float]] = (
     WEIGHTS,
-    # Sizes of what is read while it is written.
+    # Sizes of files that are read while they are written.
     _theme(
         open=20, write=16, ftruncate=8, truncate=8, map=10, look=16, fstat=10, peek=10, close=12
     ),
     # Readers and writers of names that change.
     _theme(open=20, write=12, rename=22, read=16, peek=10, close=8, unlink=3, kill=3, stat=4),
-    # Reading back what is written.
+    # Reading back written bytes.
     _theme(open=14, write=22, fsync=14, ftruncate=8, read=24, unlink=7, close=5, rename=3),
-    # Processes that inherit what is written.
+    # Processes that inherit the writing descriptor.
     _theme(open=16, write=18, fork=5, spawn=8, dup=4, close=12, exit=3, kill=4, peek=16, fsync=3),
 )
-"""What sequences are about: in turn, so that each kind of fault is met within a minute."""
+"""Weights of sequences; used in turn, so that each kind of fault is found within a minute."""
 
 
 class Chooser:
@@ -81,7 +81,8 @@ class Chooser:
         *,
         has_plans: bool = False,
     ) -> None:
-        """`has_plans`: half of the operations follow plans, each made to meet one kind of fault."""
+        """With `has_plans`, half of the operations follow plans, each made for one kind of
+        fault."""
         self._random = generator
         self._model = model
         self._file_weights = _FILE_WEIGHTS if weights is WEIGHTS else _FEW_FILES
@@ -111,7 +112,7 @@ class Chooser:
         return None
 
     def _next_plan(self) -> Iterator[Operation]:
-        """Each plan once before any comes again."""
+        """Return the next plan: each one once before any comes again."""
         if not self._plans_left:
             self._plans_left = [
                 self._plan_cut,
@@ -147,7 +148,7 @@ class Chooser:
         return self._random.choices(_FILES, self._file_weights)[0]
 
     def _written_file(self) -> str:
-        """A name, every other time one of a file that is being written."""
+        """Return a name, every other time that of a file that is being written."""
         names = {one.name for one in self._model.descriptions if one.writer is not None}
         written = sorted(name for name in names if name is not None)
         return self._random.choice(written) if written and self._luck() < 0.5 else self._file()
@@ -226,7 +227,7 @@ class Chooser:
         }
 
     def _peek(self, do: str) -> Operation | None:
-        # Those that only look look more often, each from a node of its own.
+        # Processes that only read are chosen more often, each on a node of its own.
         looking = [one for one in self._model.processes if one[1:] == "0"]
         who = self._random.choice([*looking, self._who()])
         return {"do": do, "who": who, "path": self._file()}
@@ -369,14 +370,14 @@ class Chooser:
         return self._random.randint(2 * self._model.unit_bytes, 6 * self._model.unit_bytes)
 
     def _neighbour(self, who: str) -> str:
-        """A process of the same mount, maybe the same one."""
+        """Return a process of the same mount, possibly the same one."""
         mount = who[0]  # also of one that has ended
         return self._random.choice([p for p, its in self._model.processes.items() if its == mount])
 
     def _reader(
         self, who: str, path: str, flags: int = os.O_RDONLY
     ) -> tuple[list[Operation], list[Operation]]:
-        """What opens and maps a file, and what looks at it later."""
+        """Return operations that open and map a file, and operations that read it later."""
         at = {"who": self._neighbour(who), "slot": self._new("f")}
         mapped = {"who": at["who"], "slot": self._new("m")}
         whole = {"offset": 0, "length": 2**40}
@@ -389,13 +390,13 @@ class Chooser:
         return begin, looks
 
     def _peeks(self, path: str) -> list[Operation]:
-        """A new reader on each node."""
+        """Return a new reader on each node."""
         found = [{"do": "peek", "who": f"{m}0", "path": path} for m in self._model.mounts]
         self._random.shuffle(found)
         return found
 
     def _plan_cut(self) -> Iterator[Operation]:
-        """What is cut through a descriptor: what its readers see, and what it reads back."""
+        """Cut a file through a descriptor; read it by other readers and by the descriptor."""
         who, path = self._who(), self._file()
         size = self._several_units()
         yield from self._stored(who, path, size)
@@ -404,7 +405,7 @@ class Chooser:
         slot = self._new("f")
         yield {"do": "open", "who": who, "slot": slot, "path": path, "flags": os.O_RDWR}
         if self._luck() < 0.7:
-            # It has a generation to build on then.
+            # It then has a generation to add to.
             yield self._written(who, slot, size, 5000)
             if self._luck() < 0.3:
                 yield {"do": "fsync", "who": who, "slot": slot}
@@ -413,7 +414,7 @@ class Chooser:
         written = self._random.choice([0, 700, size // 2, size - 1])
         if written:
             yield self._written(who, slot, 0, written)
-        # No more than was there before: only that could be answered with it.
+        # No more than the earlier size: only that could be in the answer.
         read = {"do": "read", "who": who, "slot": slot, "offset": 0, "length": 5000}
         yield read
         if self._luck() < 0.5:
@@ -423,7 +424,7 @@ class Chooser:
         yield from self._peeks(path)
 
     def _plan_truncated(self) -> Iterator[Operation]:
-        """A file that is cut by its name while it is read and mapped."""
+        """Cut a file by its name while it is read and mapped."""
         who, path = self._who(), self._file()
         size = self._several_units()
         yield from self._stored(who, path, size)
@@ -435,7 +436,7 @@ class Chooser:
         yield from self._peeks(path)
 
     def _plan_moved(self) -> Iterator[Operation]:
-        """A file, mostly an ordinary one, that is renamed and renamed again under a reader."""
+        """Rename a file, mostly an ordinary one, twice while it is read."""
         who = self._who()
         mover = self._neighbour(who)
         path, other, third = self._random.choice(
@@ -455,7 +456,7 @@ class Chooser:
         yield from self._peeks(third)
 
     def _plan_overwritten(self) -> Iterator[Operation]:
-        """A file that is read while it is overwritten, to the end or until a refused write."""
+        """Overwrite a file while it is read, to the end or until a refused write."""
         who, path = self._who(), self._file()
         size = self._several_units()
         yield from self._stored(who, path, size)
@@ -479,7 +480,7 @@ class Chooser:
         yield from self._peeks(path)
 
     def _plan_refused_rename(self) -> Iterator[Operation]:
-        """A rename that cannot be done while the file is written."""
+        """Try a rename that is impossible while the file is written."""
         who, path = self._who(), self._random.choice(["a", "b", "d/a"])
         target, replace = self._random.choice(
             [("d", True), ("e", True), ("e/a", True), ("c", False), ("d/b", False)]
@@ -500,7 +501,7 @@ class Chooser:
         yield from self._peeks(path)
 
     def _plan_removed(self) -> Iterator[Operation]:
-        """A file that is removed, or replaced, while it is written, and read back."""
+        """Remove or replace a file while it is written, and read it back."""
         who, path = self._who(), self._file()
         slot = self._new("f")
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -516,7 +517,7 @@ class Chooser:
         yield from self._peeks(path)
 
     def _plan_given_up(self) -> Iterator[Operation]:
-        """What a process does with a name after it could not open the file to write."""
+        """Use a name in a process that could not open the file for writing."""
         who, (path, other) = self._who(), self._random.choice([("a", "b"), ("b", "a")])
         far = self._random.choice(
             [p for p in self._model.processes if p[0] != who[0] and p[1:] != "0"]
@@ -536,7 +537,7 @@ class Chooser:
         yield from self._peeks(other)
 
     def _plan_child(self) -> Iterator[Operation]:
-        """A child process in the middle of a save, of which the writer may die."""
+        """Start a child process in the middle of a save, whose writer may die."""
         who, path = self._who(), self._file()
         yield from self._stored(who, path, self._several_units())
         slot = self._new("f")

@@ -1,7 +1,7 @@
-"""Random operations on two mounts of one folder against a model, for some thousand operations.
+"""Some thousand random operations on two mounts of one folder, against a model.
 
-`BOOTSEER_EXERCISER_SEED` chooses others; `make soak` runs it for longer. What fails is printed with
-its seed, and `python -m tests.fuse.striped.exerciser --seed SEED --first NUMBER` shows it again.
+`BOOTSEER_EXERCISER_SEED` chooses others; `make soak` runs for longer. A failure is printed with its
+seed, and `python -m tests.fuse.striped.exerciser --seed SEED --first NUMBER` repeats it.
 """
 
 import os
@@ -14,7 +14,7 @@ from tests.fuse.striped.exerciser.driver import SequenceError, open_site, run_ra
 
 _SEED = os.environ.get("BOOTSEER_EXERCISER_SEED", "1")
 _SEQUENCES = {"file": 16, "hdfs": 5}
-# On a slow machine fewer sequences are begun.
+# A slow machine runs fewer sequences.
 _BEGIN_S = 20.0
 _SHRINK_S = 60.0
 

@@ -1,4 +1,4 @@
-"""The model of the exerciser by hand-made histories: it must be able to find what is wrong."""
+"""The exerciser's model on hand-made histories: it must find the wrong ones."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ def shown(data: bytes) -> Answer:
 
 
 class History:
-    """A model that is told of operations with their answers, 10 s from one to the next."""
+    """Model that is given operations with their answers, 10 s apart."""
 
     def __init__(self) -> None:
         self.model = Model(["A", "B"], UNIT)

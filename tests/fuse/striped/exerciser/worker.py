@@ -1,8 +1,8 @@
-"""A process of the exerciser that acts on a mount as its coordinator tells it.
+"""Process of the exerciser that uses a mount on behalf of its coordinator.
 
-Run as a script by the coordinator with the address of a Unix socket and a name. Imports only the
-standard library, so that it starts quickly. A request is one line of JSON, and so is its answer:
-`{"ok": value}`, or `{"errno": number}` where the call was refused.
+The coordinator runs it as a script with the address of a Unix socket and a name. It imports only
+the standard library, so that it starts quickly. A request is one line of JSON, and so is its
+answer: `{"ok": value}`, or `{"errno": number}` if the call was refused.
 """
 
 import errno
@@ -22,7 +22,7 @@ _RENAME_NOREPLACE = 1
 
 
 class Worker:
-    """The open files and mappings of one process, by the names that the coordinator gave them."""
+    """Open files and mappings of one process, by the coordinator's names."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -30,7 +30,7 @@ class Worker:
         self._maps: dict[str, mmap.mmap] = {}
 
     def serve(self, name: str) -> NoReturn:
-        """Answer requests until the coordinator is gone, or says to exit."""
+        """Answer requests until the coordinator is gone or asks to exit."""
         channel = socket.socket(socket.AF_UNIX)
         channel.connect(self._address)
         channel.sendall(json.dumps({"name": name, "pid": os.getpid()}).encode() + b"\n")
@@ -52,7 +52,7 @@ class Worker:
                 except ValueError:
                     answer = {"errno": errno.EINVAL}  # a mapping of an empty file
             channel.sendall(json.dumps(answer).encode() + b"\n")
-        # Files that are still open are closed by the kernel, as for a program that just ends.
+        # The kernel closes open files, as for any program that ends.
         os._exit(0)
 
     # ---- files ----------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class Worker:
         os.close(self._files.pop(slot))
 
     def write(self, slot: str, offset: int | None, size: int, seed: int) -> int:
-        """Write random bytes at `offset`, or by write(2) where it is None."""
+        """Write random bytes at `offset`, or by write(2) if it is None."""
         descriptor, data = self._files[slot], random.Random(seed).randbytes(size)
         for at in range(0, size, _STEP_BYTES):
             piece = data[at : at + _STEP_BYTES]
@@ -103,12 +103,12 @@ class Worker:
         return bytes(found)
 
     def map(self, slot: str, new: str) -> int:
-        """Map a whole open file, and return how many bytes that are."""
+        """Map a whole open file, and return its size."""
         self._maps[new] = mmap.mmap(self._files[slot], 0, prot=mmap.PROT_READ)
         return len(self._maps[new])
 
     def look(self, slot: str, offset: int, length: int) -> list[Any]:
-        """Read a range of a mapping, as `read` does."""
+        """Read a range of a mapping, as `read` does with a file."""
         return _described(self._maps[slot][offset : offset + length])
 
     def unmap(self, slot: str) -> None:
@@ -117,7 +117,7 @@ class Worker:
     # ---- names ----------------------------------------------------------------------------
 
     def peek(self, path: str) -> dict[str, Any]:
-        """Open a file, and return its size, first by fstat(2), and what is read up to the end."""
+        """Open a file; return its size by fstat(2), and then its bytes up to the end."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             size = os.fstat(descriptor).st_size
@@ -161,7 +161,7 @@ class Worker:
     # ---- processes ------------------------------------------------------------------------
 
     def spawn(self, inherits: bool) -> None:
-        """Run a program while files are open; it gets copies of them where it `inherits`."""
+        """Run a program while files are open; it gets copies of them if it `inherits`."""
         if inherits:
             for descriptor in self._files.values():
                 os.set_inheritable(descriptor, True)
@@ -176,5 +176,5 @@ def _described(data: bytes) -> list[Any]:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A child that was forked is waited for by nobody: it is gone when it ends.
+    # No process waits for a forked child: it is gone when it ends.
     Worker(sys.argv[1]).serve(sys.argv[2])

@@ -1,4 +1,4 @@
-"""Child processes of a program that is saving: they inherit its descriptors, and close them."""
+"""Child processes of a saving program: they inherit its descriptors and close them."""
 
 import multiprocessing
 import os
@@ -40,7 +40,7 @@ def _fork() -> None:
 
 
 def _inherit() -> None:
-    """A child that keeps the descriptor over exec, and closes it at its end."""
+    """Start a child that keeps the descriptor over exec, and closes it at its end."""
     subprocess.run([sys.executable, "-S", "-c", "pass"], close_fds=False, check=True)
 
 
@@ -82,7 +82,7 @@ def test_a_child_process_publishes_nothing_of_its_parents_save(
     assert elsewhere.read("f") == OLD
     os.write(file, NEW[5 * MIB :])
     os.close(file)
-    # Published when close has returned, not somewhat later.
+    # Published when close returns, not later.
     assert elsewhere.read("f") == NEW
 
 
@@ -101,7 +101,7 @@ file = os.open(sys.argv[1], os.O_WRONLY | os.O_TRUNC)
 os.set_inheritable(file, True)
 os.write(file, bytes(6 * 2**20))
 if os.fork() == 0:
-    # A worker that lives on, has the descriptor and never wrote.
+    # A worker that lives on with the descriptor and has never written.
     print("ready", flush=True)
     sys.stdin.readline()
     os._exit(0)
@@ -132,7 +132,7 @@ def test_a_killed_writer_with_living_children_publishes_nothing(
         assert elsewhere.read("g") == OLD
     finally:
         end(writer)
-    # The kernel says a moment later that the last descriptor is gone.
+    # The kernel reports the last close a moment later.
     (here / "g").unlink()
     wait_for(lambda: not list(here.iterdir()), "an empty folder")
 
@@ -140,7 +140,7 @@ def test_a_killed_writer_with_living_children_publishes_nothing(
 def test_another_process_in_the_place_of_a_killed_writer_publishes_nothing(
     elsewhere: Driver,
 ) -> None:
-    """The kernel soon uses the table of open files of a process that has ended for another one."""
+    """The kernel soon reuses the table of open files of an ended process for another one."""
     elsewhere.write("f", OLD)
     file = elsewhere.open("f", os.O_WRONLY | os.O_TRUNC)
     with subprocess.Popen(["sleep", "60"]) as writer:
@@ -161,7 +161,7 @@ def test_a_close_reports_the_failure_of_its_own_process(tmp_path: Path, mountpoi
         os.ftruncate(file, 64 * MIB)
         os.write(file, b"begun")
         _fork()
-        # More than a unit of what was announced was not written.
+        # More than a unit of the announced size was not written.
         with pytest.raises(OSError, match="not supported"):
             os.close(file)
 
@@ -169,8 +169,11 @@ def test_a_close_reports_the_failure_of_its_own_process(tmp_path: Path, mountpoi
 def test_a_writer_that_executes_another_program_publishes(
     url: str, tmp_path: Path, mountpoint: Path
 ) -> None:
-    """A named fault: the close that exec makes waited for the caller's `stat` below /proc, which
-    the kernel gives only when exec is over: both waited until the request's deadline."""
+    """Regression: exec and the server waited for each other until the request's deadline.
+
+    The close that exec makes waited for the caller's `stat` below /proc, which the kernel gives
+    only after exec.
+    """
     code = (
         "import os, sys\n"
         "fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)\n"

@@ -1,4 +1,4 @@
-"""Readers of a file while its next generation is written, or refused; with a real mount."""
+"""Readers of a file while its next generation is written or refused, on a real mount."""
 
 import contextlib
 import errno
@@ -40,7 +40,7 @@ def elsewhere(url: str) -> Iterator[Driver]:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """A mounted tree of a folder, for many tests: where it is stored and mounted."""
+    """Mounted tree of a folder for many tests: its stored path and its mount point."""
     require("fuse")
     path = tmp_path_factory.mktemp("tree")
     (path / "mnt").mkdir()
@@ -51,7 +51,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]
 
 @pytest.fixture
 def folder(tree: tuple[Path, Path], request: pytest.FixtureRequest) -> Path:
-    """An empty directory in a mounted tree."""
+    """Empty directory in a mounted tree."""
     made = tree[1] / str(abs(hash(request.node.nodeid)))
     made.mkdir()
     return made
@@ -59,7 +59,7 @@ def folder(tree: tuple[Path, Path], request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def stored(tree: tuple[Path, Path], folder: Path) -> Iterator[Driver]:
-    """Another node, which sees what is stored of `folder`."""
+    """Another node, which sees the stored files of `folder`."""
     with storage_on(tree[0] / folder.name, unit=MIB) as storage:
         driver = Driver(storage)
         yield driver
@@ -84,7 +84,7 @@ def refused(code: int) -> Iterator[None]:
 
 
 class Readers:
-    """Who has opened the old generation of a file, and who opens it now."""
+    """Readers that have opened the old generation of a file, and new readers."""
 
     def __init__(self, path: Path, old: bytes) -> None:
         self.path = path
@@ -93,9 +93,9 @@ class Readers:
         self.mapped = mmap.mmap(self.file, 0, prot=mmap.PROT_READ)
 
     def check(self) -> None:
-        """Whoever reads sees the old generation, its size and its bytes."""
+        """Assert that all readers see the old generation, its size and its bytes."""
         assert os.fstat(self.file).st_size == self.path.stat().st_size == len(self.old)
-        # Only the last page was touched before.
+        # Only the last page was read before.
         assert self.mapped[-10:] == self.old[-10:]
         assert os.pread(self.file, len(self.old) + 10, 0) == self.old
         copied = subprocess.run(["cat", self.path], capture_output=True, check=True)
@@ -173,7 +173,7 @@ def test_a_truncation_is_none_of_its_readers(
     other = folder / "g"
     reading = readers(other, old)
     os.truncate(other, 0)
-    # Published by that, for who opens it now.
+    # This publishes it for new readers.
     assert other.stat().st_size == 0
     assert other.read_bytes() == b""
     assert os.fstat(reading.file).st_size == len(old)
@@ -210,7 +210,7 @@ def test_cut_to_nothing_a_writer_reads_back_no_bytes_of_before(
         os.ftruncate(file, 0)
         assert os.pread(file, 100, 0) == b""
         os.write(file, NEW[: 9 * MIB])
-        # Sent, and not published.
+        # Sent, but not published.
         with refused(errno.EOPNOTSUPP):
             os.pread(file, 5000, 0)
         assert os.pread(file, 5000, 8 * MIB) == NEW[8 * MIB : 8 * MIB + 5000]
@@ -220,7 +220,7 @@ def test_cut_to_nothing_a_writer_reads_back_no_bytes_of_before(
 
 
 def test_what_is_changed_after_fsync_is_read_back_changed(folder: Path) -> None:
-    """The end of a file may be written again after `fsync`, and then be sent."""
+    """The end of a file may be written again after `fsync`, and is then sent."""
     with opened(folder / "f", os.O_RDWR | os.O_CREAT) as file:
         os.write(file, NEW[: 5 * MIB])
         os.fsync(file)
@@ -257,7 +257,7 @@ def test_a_refused_rename_publishes_nothing(
         with refused(code):
             path.rename(target)
         assert stored.read("f") == OLD
-        # The writer can go on.
+        # The writer can continue.
         os.write(file, NEW[10 * MIB :])
         os.fsync(file)
         assert stored.read("f") == NEW
@@ -286,7 +286,7 @@ def test_a_rename_that_would_replace_publishes_nothing(folder: Path, stored: Dri
 def test_a_file_renamed_while_it_is_written_never_shows_its_old_content(
     here: Path, elsewhere: Driver
 ) -> None:
-    """A temporary file of an earlier try, written anew and renamed before it is closed."""
+    """A temporary file of an earlier attempt is written again, and renamed before its close."""
     (here / "f.tmp").write_bytes(SMALL)
     (here / "f").write_bytes(OLD)
     with opened(here / "f.tmp", os.O_WRONLY | os.O_TRUNC) as file:
@@ -327,7 +327,7 @@ def test_an_unlinked_file_is_read_back_by_who_has_it_open(
             os.fsync(file)
             assert os.pread(file, size + 9, 0) == data + b"more"
         assert os.listdir(mountpoint) == []
-    # Unmounted: no grace is left for what was stored of it.
+    # Unmounted: the grace for its stored files is over.
     assert [path for path in (tmp_path / "stored").rglob("*") if path.is_file()] == []
 
 
@@ -358,10 +358,10 @@ def test_a_reader_keeps_its_file_through_any_renames(here: Path, old: bytes, how
 
 @pytest.mark.parametrize("change", ["overwritten", "renamed over", "unlinked", "moved away"])
 def test_readers_of_an_ordinary_file_keep_it(folder: Path, change: str) -> None:
-    """What has its name is stored in the same place."""
+    """The new file of the name is stored at the same path."""
     (folder / "f").write_bytes(SMALL)
     (folder / "g").write_bytes(b"g" * len(SMALL))
-    # Not past the server, as the kernel would read it.
+    # O_DIRECT: not past the server.
     with opened(folder / "f", os.O_RDONLY | os.O_DIRECT) as file:
         if change == "overwritten":
             (folder / "f").write_bytes(b"f" * len(SMALL))
@@ -456,7 +456,7 @@ def test_a_new_file_keeps_its_number_when_it_is_published(folder: Path) -> None:
 
 
 def test_sqlite_keeps_a_small_database(folder: Path) -> None:
-    """It writes nothing more to a file whose number has changed."""
+    """SQLite stops writing to a file whose inode number has changed."""
     with contextlib.closing(sqlite3.connect(folder / "base")) as base:
         base.execute("create table numbers (number)")
         for number in range(3):

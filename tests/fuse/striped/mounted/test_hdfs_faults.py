@@ -1,4 +1,4 @@
-"""A real HDFS that dies or freezes under a mount: whole or absent, and nothing hangs."""
+"""A real HDFS that dies or freezes below a mount: files are whole or absent, nothing hangs."""
 
 import random
 import subprocess
@@ -107,7 +107,7 @@ def test_a_frozen_cluster_can_be_unmounted(
 def test_fsx_while_a_datanode_dies(
     hdfs: MiniHdfs, hdfs_url: str, tmp_path: Path, mountpoint: Path
 ) -> None:
-    """A replica is left: the exerciser notices nothing."""
+    """A replica is left: the exerciser does not notice."""
     options = {"stripe_unit_bytes": 64 * 2**10, "stripe_count": 3}
     command = [
         sys.executable,
@@ -133,7 +133,7 @@ def test_fsx_while_a_datanode_dies(
 
 
 def _wait_done(exerciser: "subprocess.Popen[bytes]", count: int) -> None:
-    """Until it has done so many operations."""
+    """Wait until the exerciser has done so many operations."""
     assert exerciser.stdout is not None
     if not any(int(line) == count for line in exerciser.stdout):
         pytest.fail(exerciser.communicate()[1].decode())

@@ -1,4 +1,4 @@
-"""The journal that the server of a mount leaves its successor."""
+"""Journal that the server of a mount leaves to its successor."""
 
 import os
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_a_journal_grows_no_further_than_what_it_holds(tmp_path: Path) -> None:
         journal.add(NodeGoneRecord(5))
     whole = path.read_bytes()
     assert read_journal(path).nodes == {4: named(4, b"a")}
-    # A record that is cut short was told to nobody.
+    # A torn record was not confirmed to any caller.
     path.write_bytes(whole[:-1])
     assert list(read_journal(path).nodes) == [4, 5]
     path.write_bytes(whole + whole[:3])

@@ -1,4 +1,4 @@
-"""Through a real mount: what programs do with checkpoints, on a local folder and on real HDFS."""
+"""Use of checkpoints by programs through a real mount, on a local folder and on real HDFS."""
 
 import os
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_trees_of_small_files(here: Path, tmp_path: Path) -> None:
     shell(
         "tar c -C {s} . | (mkdir {d}/tar; tar x -C {d}/tar); diff -r {s} {d}/tar", s=source, d=here
     )
-    # Files of more than a unit cannot move to another folder in one step: mv copies.
+    # Files of more than a unit cannot move to another folder in one step, so mv copies.
     shell("mv {d}/tar/deep/er/Uml* {d}/up; cmp {d}/up {s}/deep/er/Uml*", s=source, d=here)
     shell('rm -r {d}/moved {d}/tar {d}/up; test -z "$(ls -A {d})"', d=here)
 
@@ -65,7 +65,7 @@ for name in "abab":
 def test_a_directory_shows_its_time_at_once(
     tmp_path: Path, mountpoint: Path, local_url: str
 ) -> None:
-    """Found by tar, which said that a directory just written changed while it read it."""
+    """Regression: tar reported that a directory just written changed during the read."""
     with checkpoints(tmp_path, mountpoint, local_url):
         check_python(TIMES, mountpoint, tmp_path / "stored")
 
@@ -152,7 +152,7 @@ def refused(code, call):
         assert error.errno == code, (error, code)
     else:
         raise AssertionError(f"not refused: {errno.errorcode[code]}")
-# A refused write dooms the file: what had its name before stays, whoever goes on and closes it.
+# A refused write dooms the file: the old file stays, whatever else is written and closed.
 with open(folder + "/good", "wb") as file:
     file.write(b"good" * 3_000_000)
 fd = os.open(folder + "/good", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -186,7 +186,7 @@ refused(errno.ENOTEMPTY, lambda: os.rmdir(folder + "/d"))
 refused(errno.ENAMETOOLONG, lambda: os.stat(folder + "/" + "x" * 256))
 os.chmod(folder + "/f", 0o600); os.utime(folder + "/f", (1, 1))   # accepted, not kept
 assert os.statvfs(folder).f_bavail > 0
-# A small file can be written in any order, read back, and cut, until it is closed.
+# A small file can be written in any order, read back and cut until it is closed.
 fd = os.open(folder + "/small", os.O_RDWR | os.O_CREAT)
 os.pwrite(fd, b"world", 6); os.pwrite(fd, b"hello ", 0)
 assert os.pread(fd, 99, 0) == b"hello world"

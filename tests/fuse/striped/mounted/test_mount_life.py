@@ -1,4 +1,4 @@
-"""The life of a mount: how it starts, is killed, hangs and ends."""
+"""Life of a mount: starts, kills, hangs and ends."""
 
 import contextlib
 import os
@@ -70,7 +70,7 @@ def test_kill_9_of_the_server_in_a_save(tmp_path: Path, mountpoint: Path, url: s
         pid = mount.pid
         os.kill(pid, signal.SIGKILL)
         wait_until_gone(pid)
-        # Who holds the mount is gone: who answers goes on.
+        # The holder of the mount is dead; the serving process goes on.
         assert run(["stat", mountpoint / "old"]).returncode == 0
         os.kill(worker_pid, signal.SIGKILL)
         assert run(["stat", mountpoint / "old"]).returncode != 0
@@ -100,7 +100,7 @@ def test_unmount_names_what_was_not_finished(tmp_path: Path, mountpoint: Path, u
 def test_a_mount_in_the_foreground_fails_where_files_were_not_finished(
     tmp_path: Path, mountpoint: Path, url: str
 ) -> None:
-    """It ended with 0, so that whoever had started it took the checkpoint for saved."""
+    """Regression: it exited with 0, so that its starter took the checkpoint for saved."""
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "bootseer", "--run-dir", str(run_dir), "checkpoint", "mount"]
     with subprocess.Popen(
@@ -301,7 +301,7 @@ def test_a_hung_storage_ends_in_an_error_and_its_readers_can_be_killed(
             reader = subprocess.Popen(["cat", str(mountpoint / "f")], stdout=subprocess.DEVNULL)
             wait_for_fuse_request(reader.pid)
             reader.kill()
-            # Not by the deadline: the kernel's INTERRUPT ends the wait.
+            # The kernel's INTERRUPT ends the wait, not the deadline.
             assert reader.wait(60) == -signal.SIGKILL
             released.set()
     finally:
@@ -312,7 +312,7 @@ def test_a_hung_storage_ends_in_an_error_and_its_readers_can_be_killed(
 def test_a_file_whose_open_was_not_answered_is_not_emptied(
     tmp_path: Path, mountpoint: Path
 ) -> None:
-    """With O_TRUNC: unmounting under load emptied a file now and then."""
+    """Regression: unmounting under load emptied a file now and then, by O_TRUNC."""
     stored = tmp_path / "stored"
     stored.mkdir()
     (stored / "f").write_text("old")
@@ -345,7 +345,7 @@ def test_a_file_whose_open_was_not_answered_is_not_emptied(
 
 LOAD = """
 import errno, os, sys, threading
-# By its path it would go on in what lies beneath the mount.
+# By its path it would continue in the folder below the mount.
 os.chdir(sys.argv[1])
 seen = []
 def work(name):
@@ -381,7 +381,7 @@ def test_unmount_under_load(tmp_path: Path, mountpoint: Path, local_url: str) ->
         try:
             assert load.stdout is not None
             assert load.stdout.readline() == b"running\n"
-            # One that is being made for the first time has as many bytes as have been written.
+            # A file that is made for the first time shows the written size.
             wait_for(lambda: _sizes(mountpoint) == [9_000_000] * 4, "all four files")
             mount.close(0.3)
             assert load.wait(60) == 0

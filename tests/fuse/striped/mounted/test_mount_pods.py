@@ -1,5 +1,8 @@
-"""The checkpoint sidecar for Kubernetes, run as a kubelet would: mount namespaces stand for the
-containers of a pod, with the volumes, propagation and commands that the manifest says."""
+"""The checkpoint sidecar for Kubernetes, run as a kubelet runs it.
+
+Mount namespaces stand for a pod's containers, with the volumes, propagation and commands of the
+manifest.
+"""
 
 import contextlib
 import os
@@ -40,7 +43,7 @@ os.close(old)
 
 
 class PodNode:
-    """A node with one shared volume, and the containers that are started on it."""
+    """Node with one shared volume, and the containers that are started on it."""
 
     def __init__(self, folder: Path) -> None:
         pod = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))["spec"]["template"]["spec"]
@@ -58,7 +61,7 @@ class PodNode:
         self.on_node("mount", "--make-rshared", self.volume)
 
     def _start(self, prefix: list[str], command: str = "echo; read end") -> "subprocess.Popen[str]":
-        """Run `command` in a namespace of its own until its standard input ends."""
+        """Run `command` in a new mount namespace until its standard input ends."""
         process = subprocess.Popen(
             [*prefix, "sh", "-c", command],
             stdin=subprocess.PIPE,
@@ -79,7 +82,7 @@ class PodNode:
         return done.stdout
 
     def container(self, name: str, command: str = "") -> "subprocess.Popen[str]":
-        """Start a container: with its own command, or with another one."""
+        """Start a container with its own or another command."""
         said = self.containers[name]
         (mount,) = [m for m in said["volumeMounts"] if m["mountPath"] == "/mnt"]
         steps = [
@@ -87,7 +90,7 @@ class PodNode:
             f"mount --make-{_PROPAGATION[mount['mountPropagation']]} /mnt",
         ]
         if mount.get("readOnly"):
-            # Of the volume alone, as runc does it.
+            # Propagation of the volume alone, as runc sets it.
             steps.append("mount -o remount,bind,ro /mnt")
         words = [*said["command"], *said.get("args", ())]
         own = shlex.join(words).replace("hdfs://namenode:8020", self.folder.as_uri())
@@ -98,7 +101,7 @@ class PodNode:
     def in_container(
         self, container: "subprocess.Popen[str]", *command: str
     ) -> "subprocess.CompletedProcess[str]":
-        """What `kubectl exec` does."""
+        """Run a command in a container as `kubectl exec` does."""
         return run(["nsenter", f"--target={container.pid}", "--mount", *command], deadline_s=30)
 
     def is_mounted(self) -> bool:
@@ -107,7 +110,7 @@ class PodNode:
         )
 
     def kill_all(self, container: "subprocess.Popen[str]") -> None:
-        """SIGKILL to every process of a container, as when its memory limit is exceeded."""
+        """Kill every process of a container, as when its memory limit is exceeded."""
         pid = container.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         for one in (pid, *map(int, children)):
@@ -118,7 +121,7 @@ class PodNode:
         with contextlib.suppress(AssertionError):
             while self.is_mounted():
                 self.on_node("umount", "--lazy", self.volume / "checkpoints")
-            # What make_immutable did, so that the folder can be removed.
+            # Undo make_immutable, so that the folder can be removed.
             self.on_node("chattr", "-i", self.volume / "checkpoints")
         for process in reversed(self._started):
             process.kill()
@@ -127,7 +130,7 @@ class PodNode:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    # The processes of a pod's users reach what they use through /mnt only.
+    # A user's processes reach their folders through /mnt only.
     require("mount", "fuse")
     return tmp_path
 
@@ -147,14 +150,14 @@ def test_a_pod_that_is_killed_and_ended_loses_nothing(folder: Path) -> None:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "\n"
         write = ("sh", "-c", f"mkdir -p {MOUNTED}; echo saved > {MOUNTED}/model")
-        # Before the mount is there, a save does not land on the node's disk.
+        # Before the mount exists, no save reaches the node's disk.
         assert node.in_container(trainer, *write).returncode != 0
         container = node.container("checkpoints")
         wait_for(node.is_mounted, "the mount")
         done = node.in_container(trainer, "setpriv", "--reuid=1000", "--clear-groups", *write)
         assert done.returncode == 0, done.stderr
         node.kill_all(container)
-        # Nor when the server was killed.
+        # Nor after the server was killed.
         assert node.in_container(trainer, *write).returncode != 0
         container = node.container("checkpoints")
         check = ("grep", "-q", "saved", f"{MOUNTED}/model")
@@ -169,12 +172,12 @@ def test_a_pod_that_is_killed_and_ended_loses_nothing(folder: Path) -> None:
         assert saving.stdout.readline() == "saving\n"
         container.send_signal(signal.SIGTERM)
         wait_for(lambda: not node.is_mounted(), "the end of the mount")
-        # The save that had begun is finished, the next one is refused.
+        # The running save is finished, and the next one refused.
         assert node.in_container(trainer, *write).returncode != 0
         saving.communicate("\n", timeout=30)
         assert saving.returncode == 0
         assert container.wait(60) == 0
-        # Where a kubelet removes the pod's folders, nothing is in the way.
+        # A kubelet can remove the pod's folders.
         assert f" {node.volume}/" not in node.on_node("cat", "/proc/self/mounts")
         assert os.listdir(node.volume / "checkpoints") == []
     with open_storage(settings_in(folder), (folder / "checkpoints").as_uri()) as storage:
@@ -184,7 +187,7 @@ def test_a_pod_that_is_killed_and_ended_loses_nothing(folder: Path) -> None:
 
 
 def test_a_sidecar_leaves_a_folder_that_can_be_removed(folder: Path) -> None:
-    """Not immutable: a kubelet that cannot remove the pod's volume never lets the pod go."""
+    """A kubelet that cannot remove an immutable folder in the volume never ends the pod."""
     with node_with(folder) as node:
         container = node.container("checkpoints")
         wait_for(node.is_mounted, "the mount")

@@ -1,4 +1,4 @@
-"""The ways to have a mount on nodes: fstab's helper, the systemd unit, the Kubernetes manifests."""
+"""Documented ways to mount on nodes: fstab's helper, the systemd unit, Kubernetes manifests."""
 
 import shutil
 import subprocess
@@ -89,7 +89,7 @@ def test_a_line_of_fstab_mounts(tmp_path: Path, mountpoint: Path) -> None:
             "overlays cannot be mounted here, to put the helper where mount(8) looks"
         )
     text = FSTAB.format(tmp=tmp_path, mnt=mountpoint, python=sys.executable)
-    # The server ends when its mount is gone: nothing outlives the namespace.
+    # The server ends with its mount: nothing outlives the namespace.
     done = run(["unshare", "-m", "--propagation", "private", "sh", "-c", text], deadline_s=90)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "stored" / "f").read_text() == "hello\n"
@@ -100,7 +100,7 @@ def test_the_systemd_unit(tmp_path: Path) -> None:
     if analyze is None:
         raise MissingError("needs systemd-analyze")
     unit = (DOCKER / "systemd" / "bootseer-checkpoints@.service").read_text(encoding="utf-8")
-    # It looks whether the programs are there.
+    # systemd-analyze checks that the programs exist.
     program = tmp_path / "bootseer"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
@@ -133,7 +133,7 @@ def test_mounts_propagate_from_the_one_that_mounts_to_those_that_use_it() -> Non
         for container in containers:
             (shared,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/mnt"]
             ways[shared["mountPropagation"]] = container
-            # Where nothing is mounted, a trainer must not write to the node's disk.
+            # Without a mount, a trainer must not write to the node's disk.
             assert shared.get("readOnly", False) == (shared["mountPropagation"] != "Bidirectional")
         assert set(ways) == {"Bidirectional", "HostToContainer"}
         assert ways["Bidirectional"]["securityContext"]["privileged"]
@@ -141,7 +141,7 @@ def test_mounts_propagate_from_the_one_that_mounts_to_those_that_use_it() -> Non
 
 
 def test_no_hook_unmounts_checkpoints_while_a_trainer_saves() -> None:
-    """A kubelet runs `preStop` of a sidecar at once; SIGTERM comes after the trainer has ended."""
+    """A kubelet runs a sidecar's `preStop` at once; SIGTERM comes after the trainer's end."""
     for path in manifests():
         text = path.read_text(encoding="utf-8")
         pods = [

@@ -1,4 +1,4 @@
-"""What a mount tells of itself, and as whose it shows its files."""
+"""Status of a mount, and the owner of its files."""
 
 import os
 import stat
@@ -61,7 +61,8 @@ def test_reads_are_told_by_datanode(
         shell("head -c 12000000 /dev/zero > {d}/f && cat {d}/f > /dev/null", d=mountpoint)
         sources = mount_status(mount.run_dir, mountpoint)["statistics"]["sources"]
     read = {one["name"]: one["read_bytes"] for one in sources if one["read_bytes"]}
-    # What a busy DataNode did not give is read by the library, which does not tell from where.
+    # Bytes that a busy DataNode did not send are read by the library, which does not name the
+    # source.
     assert set(read) & {f"127.0.0.1:{port}" for port in hdfs.datanode_ports}
     assert sum(read.values()) >= 12_000_000
     written = {one["name"]: one["written_bytes"] for one in sources if one["written_bytes"]}
@@ -73,7 +74,7 @@ def test_reads_are_told_by_datanode(
 def test_owner_and_umask_decide_who_may_write(
     tmp_path: Path, mountpoint: Path, local_url: str
 ) -> None:
-    # Others get no further than a folder of root's otherwise.
+    # Other users may not enter a folder of root.
     os.chmod(tmp_path, 0o755)
     for parent in tmp_path.parents:
         if parent != Path("/") and not parent.stat().st_mode & stat.S_IXOTH:

@@ -1,4 +1,4 @@
-"""The rule that names the newest checkpoint."""
+"""Rule that finds the newest checkpoint."""
 
 import os
 from pathlib import Path
@@ -45,8 +45,7 @@ def test_without_a_tracker_the_newest_is_taken(tmp_path: Path) -> None:
     driver.storage.close()
 
 
-# Files in the order in which they were saved (trackers with their content), and what is the newest
-# that is whole.
+# Files in the order of saving (trackers with their content), and the newest whole checkpoint.
 TREES = {
     "megatron": (
         "iter_0000500/mp_rank_00/model_optim_rng.pt iter_0000500/mp_rank_01/model_optim_rng.pt "
@@ -165,7 +164,7 @@ def test_what_is_chosen(tmp_path: Path, name: str) -> None:
     with storage_on(tmp_path) as storage:
         found = [info.path for info in newest_files(storage)]
         assert sorted(found) == sorted(wanted)
-        # What says what the others are comes first.
+        # A file that describes the others comes first.
         kinds = [path.endswith((".json", ".metadata", "common.pt")) for path in found]
         assert kinds == sorted(kinds, reverse=True)
         assert read_newest(storage, 10**6) == sum((tmp_path / p).stat().st_size for p in wanted)

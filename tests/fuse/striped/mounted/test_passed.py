@@ -35,7 +35,7 @@ open(folder + "/emptied", "wb").write(b"new")
 os.unlink(folder + "/gone")
 with open(folder + "/small", "ab", buffering=0) as more:
     more.write(b"more")
-    # Nothing reaches the stored file before it is whole.
+    # No byte reaches the stored file before it is whole.
     assert open(stored + "/small", "rb").read() == b"old"
 os.truncate(folder + "/grown", 0)
 for name in names:
@@ -46,7 +46,7 @@ now = {name: open(folder + "/" + name, "rb").read() for name in sorted(os.listdi
 assert now == {
     "emptied": b"new", "grown": b"", "kept": old, "replaced": b"new", "small": b"oldmore"
 }, {name: len(data) for name, data in now.items()}
-# Readers and writers by turns.
+# Readers and writers in turn.
 for turn in range(5):
     with open(folder + "/small", "ab") as more, open(folder + "/small", "rb") as back:
         before = back.read()

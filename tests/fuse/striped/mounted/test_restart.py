@@ -1,4 +1,4 @@
-"""One process of a mount's server after another: who has a file open notices a pause."""
+"""Restarts of a mount's server: processes with open files notice a pause only."""
 
 import json
 import os
@@ -19,12 +19,12 @@ from tests.fuse.striped.support.mounting import checkpoints, end, shell
 
 BIG = 20_000_000
 
-# From 6.9 on a kernel can repeat a mount's requests to another process.
+# From 6.9 on, the kernel can resend a mount's requests to another process.
 pytestmark = [pytest.mark.needs("fuse"), pytest.mark.needs(linux=(6, 9))]
 
 
 def kill_the_worker(mount: MountedCheckpoints) -> None:
-    """And wait until another one answers."""
+    """Kill the worker and wait until another one answers."""
     before = mount.worker_pid
     os.kill(before, signal.SIGKILL)
     wait_for(lambda: mount.worker_pid != before, "another worker")
@@ -33,7 +33,7 @@ def kill_the_worker(mount: MountedCheckpoints) -> None:
 def test_a_restart_waits_for_a_writer_whose_file_was_removed(
     tmp_path: Path, mountpoint: Path
 ) -> None:
-    """Found by the exerciser: nothing was named, and the server did not go."""
+    """Regression (exerciser): the message named no file, and the server did not end."""
     (tmp_path / "stored").mkdir()
     code = """
 import os, sys
@@ -129,7 +129,7 @@ def test_kill_9_of_the_worker_while_reading(tmp_path: Path, mountpoint: Path, ur
         finally:
             reader.kill()
             reader.wait(60)
-        # Nothing of the old readers is left in the tables.
+        # The tables hold nothing of the old readers.
         status = mount_status(mount.run_dir, mountpoint)
         assert status["files_open"] == 0
         assert status["pid"] == mount.pid
@@ -209,7 +209,7 @@ def test_restart_with_newer_code_under_load(
     big.write_bytes(random.Random(7).randbytes(20_000_000))
     with checkpoints(tmp_path, mountpoint, local_url) as mount:
         shell("cp {b} {d}/model; echo old > {d}/log", b=big, d=mountpoint)
-        # Nothing of it would be lost: it has written nothing yet.
+        # Nothing would be lost: it has not written yet.
         log = (mountpoint / "log").open("w")
         reader = subprocess.Popen(["cmp", big, mountpoint / "model"])
         command = [sys.executable, "-m", "bootseer", "--run-dir", str(mount.run_dir)]
@@ -222,7 +222,7 @@ def test_restart_with_newer_code_under_load(
             assert reader.wait(100) == 0
         finally:
             end(reader)
-        # The one that holds the mount became new code, too, and keeps its id.
+        # The process that holds the mount runs the new code, too, with the same id.
         assert b"--resume" in Path(f"/proc/{mount.pid}/cmdline").read_bytes()
         assert run([*command, mountpoint, "x"]).returncode == 2
         kill_the_worker(mount)
@@ -243,6 +243,6 @@ def test_a_damaged_journal_costs_what_is_open_and_not_the_mount(
         shell("mkdir {d}/sub; echo content > {d}/sub/f", d=mountpoint)
         (mount.state_dir / "journal").write_text("nonsense\n")
         kill_the_worker(mount)
-        # The kernel keeps what it knew of the names for a second.
+        # The kernel keeps the names for a second.
         shown = ["cat", str(mountpoint / "sub" / "f")]
         wait_for(lambda: run(shown).stdout == "content\n", "another node of it")

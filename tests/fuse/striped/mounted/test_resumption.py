@@ -1,4 +1,4 @@
-"""What a new server of a mount makes of files that its predecessor had open; without a mount."""
+"""A new server of a mount resumes the open files of its predecessor; without a mount."""
 
 import errno
 import os
@@ -24,8 +24,11 @@ from tests.fuse.striped.support.harness import (
 def test_a_log_is_written_on_through_any_number_of_restarts(
     tmp_path: Path, size: int, is_read: bool
 ) -> None:
-    """Found by the state machine. A file that is read, or may be for all that a new server knows,
-    gets a new node with each `fsync`: the next server took that for the end of its name."""
+    """Regression (state machine): a new server took a renewed node for the end of the file's name.
+
+    A file that is read, or may be read for all that a new server knows, gets a new node with each
+    `fsync`.
+    """
     here = Restartable(tmp_path)
     file = here.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     written = b""
@@ -75,7 +78,7 @@ def test_what_is_written_to_an_unlinked_log_goes_nowhere_after_a_restart(tmp_pat
 def test_a_failed_writer_of_a_replaced_file_hinders_no_rename(
     tmp_path: Path, is_restarted: bool
 ) -> None:
-    """Found by the state machine: what has the name now could not be renamed."""
+    """Regression (state machine): the new file of the name could not be renamed."""
     here = Restartable(tmp_path)
     here.write("a", b"other")
     file = here.open("b", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -99,7 +102,7 @@ def test_a_failed_writer_of_a_replaced_file_hinders_no_rename(
 def test_a_file_that_two_nodes_replaced_is_emptied_for_nobody(
     tmp_path: Path, how: str, is_restarted: bool
 ) -> None:
-    """Found by the exerciser: the empty file took the place of the last one."""
+    """Regression (exerciser): the empty file replaced the last one."""
     here = Restartable(tmp_path)
     elsewhere = Driver(storage_on(tmp_path / "backend"))
     here.write("a", b"the first")
@@ -124,7 +127,7 @@ def test_a_file_that_two_nodes_replaced_is_emptied_for_nobody(
 
 
 def test_a_journal_that_a_full_disk_has_torn_is_begun_anew(tmp_path: Path) -> None:
-    """A part of a line is written, and the next line would follow it."""
+    """Otherwise the next line would follow a part of a line."""
     here = Restartable(tmp_path, retry_s=0.0)
     here.write("a", b"content")
     files = [here.open("a", os.O_RDONLY)]

@@ -1,4 +1,4 @@
-"""A real HDFS with two NameNodes: who reads or saves does not notice which of them is active."""
+"""Reads and saves on a real HDFS with two NameNodes while the active one changes."""
 
 import random
 import subprocess
@@ -90,7 +90,7 @@ assert sorted(os.listdir(folder)) == ["model", "saved"]
 def test_an_active_namenode_dies_under_a_mount(
     pair: PairedHdfs, url: str, tmp_path: Path, mountpoint: Path, big: Path, layout: str
 ) -> None:
-    """In the middle of a read and of a save, and for a while there is no other."""
+    """The NameNode dies during a read and a save, and for a while none is active."""
     with checkpoints(tmp_path, mountpoint, url, layout=layout):
         shell("cp {b} {d}/model", b=big, d=mountpoint)
         job = subprocess.Popen(
@@ -117,7 +117,7 @@ def test_an_active_namenode_dies_under_a_mount(
 def test_the_active_namenode_falls_silent_under_a_save(
     hdfs: MiniHdfs, tmp_path: Path, big: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on with the other one, after the deadline."""
+    """The save goes on with the other one after the deadline."""
     address = urlsplit(hdfs.url).netloc
     with NameNodeRelay(int(address.rpartition(":")[2])) as relay:
         conf = tmp_path / "conf"

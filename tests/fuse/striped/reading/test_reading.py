@@ -1,4 +1,4 @@
-"""The window: what is fetched, how much memory it takes, what random reads cost."""
+"""Window of reads: fetched bytes, memory, and the cost of random reads."""
 
 import os
 import random
@@ -23,7 +23,7 @@ DATA = random.Random(3).randbytes(24 * MIB)
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A backend with one striped and one ordinary file of the same content."""
+    """Backend with a striped and an ordinary file of the same content."""
     root = tmp_path_factory.mktemp("stored")
     driver = Driver(storage_on(root, unit=MIB, count=4))
     driver.write("striped", DATA, step=MIB)
@@ -40,7 +40,7 @@ def test_random_small_reads_stay_small(stored: Path, name: str) -> None:
     for _ in range(20):
         offset = numbers.randrange(len(DATA) - 4096)
         assert driver.pread(file, offset, 4096) == DATA[offset : offset + 4096]
-    # A read may touch two blocks of 256 KiB; it must not touch units or start read-ahead.
+    # A read may touch two blocks of 256 KiB; it must not read units or start readahead.
     assert driver.storage.reader.fetched_bytes <= 20 * 2 * 256 * 2**10
     driver.close(file)
     driver.storage.close()
@@ -56,7 +56,7 @@ def test_a_sequential_read_fetches_each_byte_about_once(stored: Path, name: str,
         assert piece == DATA[position : position + len(piece)]
         position += len(piece)
     assert position == len(DATA)
-    # The first blocks may come again with their whole unit.
+    # The first blocks may be read again with their whole unit.
     assert driver.storage.reader.fetched_bytes <= len(DATA) + 8 * MIB
     driver.close(file)
     driver.storage.close()
@@ -85,14 +85,14 @@ def test_a_file_that_does_not_fit_is_read_through_few_buffers(tmp_path: Path) ->
     file = driver.open("large", os.O_RDONLY)
     for offset in range(0, 192 * MIB, MIB):
         assert len(driver.pread(file, offset, MIB)) == MIB
-    # What is read ahead, and a few units behind it: new memory costs more than the read.
+    # The readahead, and a few units behind it: new memory costs more than the read.
     assert driver.storage.memory.peak_bytes <= 96 * MIB
     driver.close(file)
     driver.storage.close()
 
 
 def test_a_caller_that_keeps_what_it_got_does_not_starve_itself(stored: Path) -> None:
-    """It waited until the deadline for memory that only it could give back."""
+    """Regression: a read waited until its deadline for memory that only its caller could free."""
     with storage_on(stored, unit=MIB, memory_bytes=16 * MIB, deadline_s=20.0) as storage:
         file = storage.reader.open(storage.tree.stored.view("striped"))
         pieces: list[memoryview] = []
@@ -197,7 +197,7 @@ def test_reads_that_overtake_each_other_stay_one_stream() -> None:
         order[at], order[at + 1] = order[at + 1], order[at]
     for step, number in enumerate(order):
         tracker.observe(number * 128 * 2**10, (number + 1) * 128 * 2**10, 64 * MIB, float(step))
-    # One overtaken before it was proven may have left a stream that nobody continues.
+    # A stream that was overtaken before it was proven may be left.
     assert tracker.active_count(10.0) == 1
 
 
@@ -239,5 +239,5 @@ def test_a_budget_that_nobody_gives_back_ends_in_a_deadline() -> None:
     with pytest.raises(InterruptedError):
         memory.charge(30, 5.0, lambda: True)
     memory.give(80)
-    # More than everything: let through alone.
+    # More than the whole memory: let through alone.
     memory.charge(500, 0.05, lambda: False)

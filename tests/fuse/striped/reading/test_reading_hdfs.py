@@ -1,4 +1,4 @@
-"""Reading from a real HDFS whose servers fail: what is read is right, or an error in time."""
+"""Reads from a real HDFS whose servers fail: right bytes, or an error in time."""
 
 import contextlib
 import random
@@ -48,10 +48,10 @@ def read_all(storage: StripedStorage, path: str = "f") -> bytes:
 
 
 def replicas_with(hdfs: MiniHdfs, content: bytes) -> list[tuple[Path, int]]:
-    """The files on the DataNodes' disks that hold the block with `content`, and where it is.
+    """Return the files on the DataNodes' disks with the block of `content`, and its offset.
 
-    A part that was written again leaves the block of its first try on the disks for some seconds:
-    of several blocks, the one created last is it.
+    A part that was written again leaves the block of its first attempt on the disks for some
+    seconds. Of several blocks, the one created last is returned.
     """
     blocks: dict[int, list[tuple[Path, int]]] = {}
     for path in hdfs.home.glob("datanode*/**/blk_*"):
@@ -73,7 +73,7 @@ def test_a_byte_flipped_on_a_disk_is_detected_and_the_other_replica_read(
     for unit in range(6):
         mark = data[unit * UNIT : unit * UNIT + 64]
         replicas = replicas_with(hdfs, mark)
-        # More than two where a DataNode was so slow that the NameNode had its blocks copied.
+        # More than two if a DataNode was so slow that the NameNode had its blocks copied.
         assert len(replicas) >= 2
         path, at = replicas[unit % 2]
         with path.open("r+b") as file:
@@ -140,7 +140,7 @@ def test_a_cluster_that_hangs_is_an_error_at_the_deadline(
             with pytest.raises(BootseerError) as caught:
                 storage.reader.read(file, 0, 100)
             assert errno_of(caught.value) == 110
-            # Killed while it waits: it ends at once.
+            # Killed while it waits, the read ends at once.
             with pytest.raises(InterruptedError):
                 storage.reader.read(file, 6 * MIB, 100, lambda: True)
         finally:

@@ -1,4 +1,4 @@
-"""Late reads are asked for again, first answer wins; and reads into a caller's own buffer."""
+"""Late reads are asked for again and the first answer wins; reads into a caller's buffer."""
 
 import random
 import threading
@@ -22,7 +22,7 @@ DATA = random.Random(9).randbytes(40 * UNIT + 777)
 
 
 class SlowReplica:
-    """The first reader of each file writes half of what is asked for, and then waits."""
+    """Storage whose first reader of each file writes half of the bytes, and then waits."""
 
     can_stop = True
     has_replicas = True
@@ -50,14 +50,14 @@ class SlowReplica:
 
 
 class TwoReplicas(LocalBackend):
-    """A storage whose second replica is fast."""
+    """Storage with a fast second replica."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.released = threading.Event()
         self.is_fast = False
         self.checked_by_us: list[bool] = []
-        """Of each attempt at the replica that is fast."""
+        """Whether Bootseer verified the bytes, for each attempt at the fast replica."""
         self._opened: set[str] = set()
 
     def open_reader(  # type: ignore[override]
@@ -103,7 +103,7 @@ def test_the_first_verified_answer_wins_and_the_late_one_touches_nothing(
     backend.released.set()
     look = storage.counters.look()
     assert look.late_count >= look.late_won_count >= 3, "one for each part at least"
-    # Else the pace of the second way of reading is learned, and the first one is used.
+    # Otherwise the pace of the second method is learned, and the first one is used.
     assert all(backend.checked_by_us)
     assert Driver(storage).read("f", step=len(DATA)) == DATA
     storage.close()
@@ -121,7 +121,7 @@ def test_reading_into_a_buffer_equals_reading(stored: Path, offset: int, length:
         buffer = bytearray(b"?" * length)
         assert read_into(storage, buffer, offset) == len(expected)
         assert buffer == expected.ljust(length, b"?")
-        # The second time, some of it comes from the window.
+        # The second time, some bytes come from the window.
         Driver(storage).read("f", step=3 * UNIT)
     storage.close()
 
@@ -150,7 +150,7 @@ def test_a_read_into_a_buffer_that_failed_leaves_it_alone_from_then_on(tmp_path:
 
 
 class Writing(LocalBackend):
-    """A storage whose reads of parts are given up while they write into the buffer."""
+    """Storage whose reads of parts are abandoned while they write into the buffer."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -164,7 +164,7 @@ class Writing(LocalBackend):
 
 
 class WritingReader:
-    """A reader that has looked whether it is given up, and writes a moment later."""
+    """Reader that writes a moment after checking whether it was abandoned."""
 
     can_stop = True
     has_replicas = False
@@ -243,7 +243,7 @@ def test_a_read_is_late_by_what_has_come_so_far() -> None:
     assert not pace.is_late(4_000_000, 500_000, 0.9, 0.0, has_replicas=True), "too early to say"
     assert pace.is_late(4_000_000, 500_000, 1.1, 0.0, has_replicas=True)
     assert not pace.is_late(4_000_000, 2_000_000, 1.1, 0.0, has_replicas=True)
-    # The same disk again would not be faster; a connection that is dead is another matter.
+    # The same disk would not be faster; a dead connection is another matter.
     assert not pace.is_late(4_000_000, 500_000, 1.1, 0.0, has_replicas=False)
     assert pace.is_late(4_000_000, 500_000, 5.0, 4.1, has_replicas=False)
 

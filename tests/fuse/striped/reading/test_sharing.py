@@ -1,4 +1,4 @@
-"""Several readers of one file, which does not fit into the memory."""
+"""Several readers of one file that does not fit into memory."""
 
 import os
 import random
@@ -15,7 +15,7 @@ def test_readers_that_follow_each_other_share_the_fetches(tmp_path: Path) -> Non
         driver.write("f", data, step=UNIT)
         assert storage.memory.limit_bytes < size // 3
         files = [driver.open("f", os.O_RDONLY) for _ in range(4)]
-        # The last one is nine units behind the first: more than the slack of one stream.
+        # The last reader is nine units behind the first: more than the slack of one stream.
         for step in range(size // UNIT + 9):
             for number, file in enumerate(files):
                 at = (step - 3 * number) * UNIT

@@ -1,4 +1,4 @@
-"""How long readers wait: as long as bytes move, and no longer than somebody can bring them."""
+"""Deadlines of reads: extended while bytes arrive, and no longer than a source exists."""
 
 import random
 import threading
@@ -28,7 +28,7 @@ _ALL_S = 120.0
 
 
 class Clock:
-    """The monotonic clock, which a test moves on."""
+    """Monotonic clock that a test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead_s = 0.0
@@ -37,7 +37,8 @@ class Clock:
 
 
 class SlowBackend(LocalBackend):
-    """Parts come in pieces, and the clock moves on before each piece of the first unit."""
+    """Backend that sends parts in pieces, and advances the clock before each piece of the first
+    unit."""
 
     clock: Clock | None = None
     piece_bytes = 0
@@ -55,14 +56,14 @@ class SlowBackend(LocalBackend):
             while done < len(buffer) and not attempt.is_given_up:
                 position = offset + done
                 if self.reached <= position < UNIT:
-                    # Once for all attempts, and not for what is read ahead.
+                    # Once for all attempts, and not for readahead.
                     self.reached = position + 1
                     clock.ahead_s += self.pause_s
                 piece = buffer[done : done + self.piece_bytes]
                 whole(position, piece, Attempt())
                 done += len(piece)
                 attempt.done_bytes = done
-                # The reader looks four times a second.
+                # The reader checks four times a second.
                 pause(0.3)
             return done
 
@@ -72,7 +73,7 @@ class SlowBackend(LocalBackend):
 
 @pytest.fixture
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StripedStorage]:
-    """A file of two units, whose bytes come slowly from now on."""
+    """Storage with a file of two units whose bytes come slowly from now on."""
     backend = SlowBackend(tmp_path)
     with storage_on(backend, unit=UNIT, count=1, deadline_s=60.0) as storage:
         Driver(storage).write("f", bytes(2 * UNIT), step=1 << 20)
@@ -85,7 +86,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StripedSto
 def test_a_read_whose_bytes_still_move_goes_on_beyond_the_deadline(
     slow: StripedStorage, is_direct: bool
 ) -> None:
-    """With eight nodes behind a thin line all but one failed."""
+    """Regression: with eight nodes behind a thin line, all but one failed."""
     file = slow.reader.open(slow.tree.stored.view("f"))
     if is_direct:
         buffer = memoryview(bytearray(b"x" * UNIT))
@@ -104,7 +105,7 @@ def test_a_byte_now_and_then_is_silence(slow: StripedStorage) -> None:
 
 
 class BehindThinLine(LocalBackend):
-    """Parts come over a line that all nodes share."""
+    """Backend whose parts come over a line that all nodes share."""
 
     def __init__(self, root: Path, line: ThinLine) -> None:
         super().__init__(root)
@@ -149,7 +150,7 @@ def test_eight_nodes_behind_a_thin_line_all_read_their_file(tmp_path: Path) -> N
 
 
 def test_readers_of_a_file_that_cannot_be_read_hold_up_nobody_else(tmp_path: Path) -> None:
-    """What is tried again later rests without a thread."""
+    """A read that is retried later waits without a thread."""
     backend = FaultyBackend(LocalBackend(tmp_path))
     with storage_on(backend, deadline_s=_ALL_S) as storage:
         driver = Driver(storage)
@@ -185,7 +186,7 @@ def test_closing_a_storage_tells_those_who_wait_for_it(tmp_path: Path) -> None:
     backend.rules.append(hanging("read", released, within=PARTS_FOLDER))
     file = storage.reader.open(storage.tree.stored.view("f"))
     buffer = memoryview(bytearray(150_000))
-    # More than there are threads: some are queued.
+    # More reads than threads: some are queued.
     count = 9
     with ThreadPoolExecutor(count + 1) as pool:
         readers: list[Future[object]] = [
@@ -230,7 +231,7 @@ def test_a_large_taker_of_memory_has_its_turn() -> None:
 
 
 def test_those_behind_a_large_taker_go_on_with_what_it_waits_for() -> None:
-    """They hold memory that the first one needs, and give it back once they have a little more."""
+    """They hold memory that the first one needs, and free it once they have a little more."""
     memory = Memory(10)
     assert memory.try_charge(6)
     large_waits, small_waits, over = threading.Event(), threading.Event(), threading.Event()
@@ -254,7 +255,7 @@ def test_those_behind_a_large_taker_go_on_with_what_it_waits_for() -> None:
 
 
 class _Kept(Droppable):
-    """Bytes that are offered to who needs memory."""
+    """Bytes whose memory is offered to others."""
 
     def __init__(self, memory: Memory, length: int) -> None:
         self.length = length

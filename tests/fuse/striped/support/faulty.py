@@ -1,4 +1,4 @@
-"""A backend that fails as told, around a real one."""
+"""Backend around a real one that fails as a test says."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,11 +8,12 @@ from bootseer.store.backend import Backend, FileInfo, Piece, Space, Writer
 from bootseer.transfer.attempt import Attempt
 
 Rule = Callable[[str, str], None]
-"""Called with (operation, path) before it; raises, waits, or does nothing."""
+"""Called with (operation, path) before the operation; raises, waits, or does nothing."""
 
 
 class FaultyBackend(Backend):
-    """`rules` are asked before every operation; `corrupt` may change what a read returns."""
+    """Backend that calls `rules` before every operation; `corrupt` may change the bytes of a
+    read."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
@@ -113,7 +114,7 @@ class _FaultyWriter(Writer):
 def failing(
     operation: str, error: Callable[[], BaseException], *, within: str = "", times: int = 10**9
 ) -> Rule:
-    """The next `times` operations of this kind on paths that contain `within` raise."""
+    """Make the next `times` operations of this kind fail on paths that contain `within`."""
     left = [times]
     lock = threading.Lock()
 
@@ -129,7 +130,7 @@ def failing(
 
 
 def hanging(operation: str, released: threading.Event, *, within: str = "") -> Rule:
-    """Operations of this kind wait until `released`, at most a minute."""
+    """Make operations of this kind wait until `released`, at most a minute."""
 
     def rule(name: str, path: str) -> None:
         if name == operation and within in path:

@@ -1,4 +1,4 @@
-"""What the tests of the fsspec interface share: small stripes, and what works on every storage."""
+"""Small stripes for tests of the fsspec interface, and a check for every storage."""
 
 import contextlib
 import random
@@ -12,7 +12,7 @@ DATA = random.Random(5).randbytes(3 * UNIT + 4567)
 
 
 def exercise(fs: CheckpointFileSystem, root: str) -> None:
-    """Write, move, replace and remove below `root`; nothing of it is left."""
+    """Write, move, replace and remove files below `root`; leave nothing behind."""
     fs.pipe_file(f"{root}/a/f", DATA)
     assert fs.storage.tree.stored.view(fs.key(f"{root}/a/f")).layout is not None
     fs.mv(f"{root}/a/f", f"{root}/a/g")

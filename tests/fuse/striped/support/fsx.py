@@ -1,8 +1,9 @@
-"""`python -m tests.fuse.striped.support.fsx MOUNTED LOCAL SEED COUNT UNIT`: a file exerciser.
+"""File exerciser: `python -m tests.fuse.striped.support.fsx MOUNTED LOCAL SEED COUNT UNIT`.
 
-After Apple's fsx: random operations on one file, within what docs/SEMANTICS.md promises, on a mount
-and on a local file side by side; whatever is read must be the same bytes. Prints the number of the
-operations after each, and what it did when they differ. A process of its own: it touches the mount.
+After Apple's fsx: random operations on one file, within the promises of docs/SEMANTICS.md, on a
+mount and on a local file side by side; all reads must return the same bytes. Prints the number of
+operations after each, and its history when reads differ. A process of its own, since it uses the
+mount.
 """
 
 import errno
@@ -17,7 +18,7 @@ import pytest
 
 
 class Exerciser:
-    """One file under two names: `ours` is striped, `theirs` is right."""
+    """Two files with the same operations: `ours` is striped, `theirs` is right."""
 
     def __init__(self, ours: Path, theirs: Path, seed: int, unit: int) -> None:
         self.paths = (ours, theirs)
@@ -26,10 +27,10 @@ class Exerciser:
         self.fds: tuple[int, int] | None = None
         self.size = 0
         self.fixed = 0
-        """What lies before this may not be changed any more."""
+        """Offset before which bytes may not be changed any more."""
         self.was_synced = False
         self.appends = False
-        """Linux then writes at the end, whatever offset pwrite is given."""
+        """Whether the file was opened with O_APPEND: pwrite then ignores its offset on Linux."""
         self.was_there = False
         self.done: Counter[str] = Counter()
         self.log: list[str] = []
@@ -46,7 +47,8 @@ class Exerciser:
         return numbers.randbytes(numbers.randint(1, most))
 
     def sent(self) -> int:
-        """A full unit is on its way as soon as another byte follows it."""
+        """Return the offset before which full units are sent: each one once another byte follows
+        it."""
         if self.fixed:
             return self.size
         return max(0, self.size - 1) // self.unit * self.unit
@@ -110,14 +112,14 @@ class Exerciser:
         self.compare_here()
 
     def compare_here(self) -> None:
-        """Through the descriptor that writes: what is published."""
+        """Compare through the writing descriptor, which sees the published bytes."""
         for _ in range(3):
             offset = self.numbers.randint(0, self.size)
             self.each(os.pread, self.numbers.choice([1, 4096, 2 * self.unit]), offset)
         assert os.fstat((self.fds or (0,))[0]).st_size == self.size
 
     def refused(self) -> None:
-        """What lies before the unit that is being filled: refused, and the old file stays."""
+        """Write before the unit that is being filled: refused, and the old file stays."""
         first = self.sent()
         if self.was_synced or self.fixed or not first:
             return

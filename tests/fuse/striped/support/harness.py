@@ -1,4 +1,4 @@
-"""The striped file system driven directly, as the kernel would, without a mount."""
+"""The striped file system driven without a mount, as the kernel would drive it."""
 
 import contextlib
 import errno
@@ -32,7 +32,7 @@ def storage_on(
     grace_s: float = 0.0,
     layout: LayoutKind = "striped",
 ) -> StripedStorage:
-    """A small storage: files of a few KiB are striped already."""
+    """Return a small storage that stripes files of a few KiB."""
     if isinstance(backend, Path):
         backend = LocalBackend(backend)
     return StripedStorage(
@@ -45,7 +45,7 @@ def storage_on(
 
 
 class Driver:
-    """open, read, write, ... by path, through the Operations of one file system."""
+    """Calls by path (open, read, write, ...) through the Operations of one file system."""
 
     def __init__(
         self, storage: StripedStorage, clock: Callable[[], float] = time.monotonic
@@ -66,7 +66,7 @@ class Driver:
         return self.node(directory), name.encode()
 
     def open(self, path: str, flags: int) -> tuple[int, int]:
-        """As open(2), with the kernel's second try after ESTALE."""
+        """Open as open(2) does, with the kernel's second attempt after ESTALE."""
         for attempt in range(2):
             try:
                 node = self.node(path)
@@ -145,7 +145,7 @@ class Driver:
         self.fs.rename(CALLER, *self.parent(source), *self.parent(target), flags)
 
     def truncate(self, path: str, size: int) -> None:
-        """As truncate(2), with the kernel's second try after ESTALE."""
+        """Truncate as truncate(2) does, with the kernel's second attempt after ESTALE."""
         for attempt in range(2):
             try:
                 self.fs.setattr(CALLER, self.node(path), SetAttributes(size_bytes=size))
@@ -158,17 +158,17 @@ class Driver:
 
 @contextlib.contextmanager
 def refused_with(code: int) -> Iterator[None]:
-    """What is called in the `with` block fails with this errno, as the kernel would be told."""
+    """Assert that the call in the `with` block fails with this errno, as the kernel sees it."""
     with pytest.raises((BootseerError, OSError)) as caught:
         yield
     assert errno_of(caught.value) == code, caught.value
 
 
 class Restartable(Driver):
-    """A node whose server keeps a journal."""
+    """Node whose server keeps a journal."""
 
     def __init__(self, root: Path, *, retry_s: float = 10.0) -> None:
-        """What could not be written of the journal is begun anew after `retry_s`."""
+        """Start the node; a journal that could not be written is begun again after `retry_s`."""
         super().__init__(storage_on(root / "backend"))
         path = root / "journal"
         self.journal = Journal(path, retry_s=retry_s)

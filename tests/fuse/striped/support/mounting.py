@@ -1,4 +1,4 @@
-"""Helpers for tests that mount a checkpoint tree with its own server process."""
+"""Mounts of a checkpoint tree with a server process of their own."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ def settings_in(folder: Path) -> Settings:
 def checkpoints(
     folder: Path, mountpoint: Path, url: str, **options: object
 ) -> Iterator[MountedCheckpoints]:
-    """Mounted, and unmounted in the end, whatever happens; the server never outlives this."""
+    """Mount a tree; it is unmounted, and its server ended, at the end of the block in any case."""
     made = mount_checkpoints(mount_spec(settings_in(folder), url, mountpoint, **options))
     try:
         yield made
@@ -51,7 +51,7 @@ def checkpoints(
 
 
 def shell(command: str, **paths: Path) -> str:
-    """Run a shell command that must succeed."""
+    """Run a shell command that must succeed, and return its output."""
     text = command.format(**{name: shlex.quote(str(path)) for name, path in paths.items()})
     done = run(["bash", "-euo", "pipefail", "-c", text])
     assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"

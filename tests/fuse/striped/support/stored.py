@@ -1,4 +1,4 @@
-"""Files of a striped tree, saved and loaded without a mount, and the parts they are made of."""
+"""Files of a striped tree, saved and loaded without a mount, and their parts."""
 
 import random
 from collections.abc import Iterator

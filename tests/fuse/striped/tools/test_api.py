@@ -1,4 +1,4 @@
-"""The functions: into, out of and between trees, and into buffers; whole directories and URLs."""
+"""Functions that copy into, out of and between trees, and into buffers; folders and URLs."""
 
 import os
 import random

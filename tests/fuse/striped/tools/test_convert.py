@@ -1,4 +1,4 @@
-"""Files are stored otherwise, also when killed on the way and by two at once."""
+"""Conversions of stored files, also killed on the way and by two processes at once."""
 
 import itertools
 import os
@@ -46,7 +46,7 @@ def test_a_directorys_rule_does_not_overrule_what_is_asked_for(local: StripedSto
 
 
 def test_a_convert_stores_as_asked_or_not_at_all(tmp_path: Path) -> None:
-    """With little memory a file was stored in fewer parts, and so anew by each convert."""
+    """Regression: with little memory a file got fewer parts, and each convert stored it again."""
     wanted = StripeSettings(UNIT, 8, 20.0)
     with storage_on(tmp_path, memory_bytes=16 * UNIT) as storage:
         save(storage, "f")
@@ -67,7 +67,7 @@ class _Buffering(LocalBackend):
 
 
 def test_a_file_of_several_full_segments_is_stored_as_asked(local: StripedStorage) -> None:
-    """Each file of more than a block of all its parts was stored anew by each convert."""
+    """Regression: each convert stored files larger than a block of all parts again."""
 
     def is_stored(*sizes: int, count: int = 3) -> bool:
         name = "-".join(map(str, sizes))
@@ -84,7 +84,7 @@ def test_a_file_of_several_full_segments_is_stored_as_asked(local: StripedStorag
 
 
 def _segment(number: int, units: int) -> Segment:
-    """A segment of so many units in up to three parts."""
+    """Return a segment of so many units in up to three parts."""
     size, count = units * UNIT, min(3, units)
     parts = tuple(
         Part(f"{index:02x}", part_size(size, UNIT, count, index)) for index in range(count)
@@ -114,7 +114,7 @@ def test_of_two_converts_at_once_one_says_that_it_was_late(
 
 
 def killed_after(step: int, work: Callable[[Callable[[int], None]], object]) -> None:
-    """Run `work` in a process that is killed (9) when it has made `step` steps."""
+    """Run `work` in a process that is killed (9) after `step` steps."""
     child = os.fork()
     if child == 0:
         steps = itertools.count(1)

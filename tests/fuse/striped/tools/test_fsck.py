@@ -1,4 +1,4 @@
-"""What verify and fsck find in a striped tree, what is deleted, and what hostile layouts can do."""
+"""Findings of verify and fsck in a striped tree, deletions, and hostile layouts."""
 
 import os
 import struct
@@ -85,7 +85,7 @@ def test_what_a_crashed_saver_left_is_deleted_when_it_is_old(
 def test_garbage_that_is_nested_without_end(
     local: StripedStorage, young: Callable[[], None], tmp_path: Path
 ) -> None:
-    """A named fault: it ended every fsck, by recursion."""
+    """Regression: it ended every fsck by recursion."""
     save(local, "f")
     folder = part_of(tmp_path, "00").parent.parent
     make_deep_folder(folder / ("ab" * 16), 1020)
@@ -97,8 +97,9 @@ def test_garbage_that_is_nested_without_end(
 
 
 def test_a_save_that_goes_on_is_spared(storage: StripedStorage, young: Callable[[], None]) -> None:
-    """On HDFS the time of a part stands still while it is written; its lease tells."""
-    # The parts' threads have not made it yet.
+    """On HDFS, the time of a part does not change while it is written; its lease shows the
+    writer."""
+    # The parts' threads have not made the file yet.
     storage.backend.mkdir("")
     writer = storage.writer("f")
     writer.append(DATA[: 5 * UNIT])
@@ -109,7 +110,7 @@ def test_a_save_that_goes_on_is_spared(storage: StripedStorage, young: Callable[
     assert len(report.garbage) == 1
     assert delete_garbage(storage, report, 0.0 if is_hdfs else 3600.0) == []
     writer.append(DATA[5 * UNIT :])
-    # The report is old by now: what it calls garbage is a file.
+    # The report is outdated: its garbage is a file by now.
     writer.publish()
     writer.close()
     young()
@@ -119,7 +120,7 @@ def test_a_save_that_goes_on_is_spared(storage: StripedStorage, young: Callable[
 
 @pytest.mark.hdfs
 def test_looking_for_writers_changes_nothing(hdfs_url: str) -> None:
-    """It was found out by appending, which sets a file's time."""
+    """Regression: writers were found by appending, which sets a file's time."""
     backend = open_backend(hdfs_url)
     with backend.create("f") as writer:
         writer.write(DATA)
@@ -134,7 +135,7 @@ def test_looking_for_writers_changes_nothing(hdfs_url: str) -> None:
 def test_deleting_asks_the_storage_in_proportion_to_what_there_is(
     tmp_path: Path, young: Callable[[], None]
 ) -> None:
-    """A named fault: files and garbage in one directory were multiplied."""
+    """Regression: the number of requests was the product of files and garbage in a directory."""
     asked: list[Counter[str]] = []
     for count in (20, 40):
         root = tmp_path / str(count)
@@ -235,7 +236,7 @@ def test_a_layout_cannot_name_parts_elsewhere_or_claim_what_it_likes(
         assert [one.reason for report in check_tree(local) for one in report.troubles] == [
             "damaged layout"
         ]
-    # Segment count, size, unit, block and part count, each as large as it can be written.
+    # Segment count, size, unit, block and part count, each with its largest value.
     for field in (56, 144, 152, 160, 164):
         fake = bytearray(encode_layout(good))
         fake[field : field + 4] = b"\xff" * 4
@@ -245,7 +246,7 @@ def test_a_layout_cannot_name_parts_elsewhere_or_claim_what_it_likes(
 
 
 def resealed(data: bytearray) -> bytes:
-    """A layout with the checksums of what it says."""
+    """Return a layout with right checksums."""
     (body_bytes,) = struct.unpack_from("<Q", data, 40)
     body = bytes(data[layout.HEADER_BYTES : layout.HEADER_BYTES + body_bytes])
     struct.pack_into("<Q", data, 48, xxhash.xxh3_64_intdigest(body))

@@ -1,4 +1,4 @@
-"""The fsspec interface: what a checkpoint needs beyond fsspec's own suite (`test_fsspec_suite`)."""
+"""The fsspec interface: features of checkpoints beyond fsspec's own suite (`test_fsspec_suite`)."""
 
 import contextlib
 import gc
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_instances_stay")
 
 @pytest.fixture
 def made(url: str) -> tuple[CheckpointFileSystem, str]:
-    """A file system and a folder in it, on a local disk and on HDFS."""
+    """File system and a folder in it, on a local disk and on HDFS."""
     fs, path = fsspec.url_to_fs(f"bootseer::{url}", **OPTIONS)
     return fs, path
 
@@ -133,7 +133,7 @@ def test_rename_and_remove(made: tuple[CheckpointFileSystem, str]) -> None:
 
 
 def test_a_move_to_the_same_place_loses_nothing(made: tuple[CheckpointFileSystem, str]) -> None:
-    """A named fault: under another spelling it was copied onto itself, and then removed."""
+    """Regression: under another spelling a file was copied onto itself, and then removed."""
     fs, root = made
     fs.pipe_file(f"{root}/d/f", DATA)
     fs.mv(f"{root}/d/f", f"{root}/d//f")
@@ -144,7 +144,7 @@ def test_a_move_to_the_same_place_loses_nothing(made: tuple[CheckpointFileSystem
 
 
 def test_files_that_cannot_be_copied_are_not_moved(made: tuple[CheckpointFileSystem, str]) -> None:
-    """A named fault with fsspec up to 2026.1: it goes on after missing names, and removes."""
+    """Regression: fsspec up to 2026.1 goes on after missing names, and removes."""
     fs, root = made
     fs.pipe_file(f"{root}/d/f", DATA)
     with pytest.raises(FileNotFoundError):
@@ -155,7 +155,7 @@ def test_files_that_cannot_be_copied_are_not_moved(made: tuple[CheckpointFileSys
 def test_a_damaged_file_does_not_hide_its_directory(
     made: tuple[CheckpointFileSystem, str],
 ) -> None:
-    """A named fault: what was beside it could be neither listed nor removed."""
+    """Regression: other files beside it could be neither listed nor removed."""
     fs, root = made
     fs.pipe_file(f"{root}/d/f", DATA)
     fs.pipe_file(f"{root}/d/g", b"sound")
@@ -176,7 +176,7 @@ def test_a_damaged_file_does_not_hide_its_directory(
 def test_a_storage_that_does_not_answer_is_not_an_empty_one(
     made: tuple[CheckpointFileSystem, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A named fault: nothing was there, and `xb` replaced it."""
+    """Regression: it looked empty, and `xb` replaced the file."""
     fs, root = made
     fs.pipe_file(f"{root}/f", b"old")
 
@@ -260,7 +260,7 @@ def _read_in_worker(fs: CheckpointFileSystem, file: Any, path: str) -> tuple[boo
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_worker_processes(method: str, tmp_path: Path) -> None:
-    """As the workers of a DataLoader have it: forked with everything, or sent by pickle."""
+    """A DataLoader's workers are forked, or get pickled objects."""
     fs = fsspec.filesystem("bootseer", target_protocol="file", **OPTIONS)
     root = str(tmp_path)
     fs.pipe_file(f"{root}/f", DATA)

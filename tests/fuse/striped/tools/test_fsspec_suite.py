@@ -21,30 +21,30 @@ class _Suite(suite.AbstractFixtures):  # type: ignore[misc] # fsspec has no type
 
     @pytest.fixture
     def fs_path(self, tmp_path: Path) -> Iterator[str]:
-        # In memory where there is such a place: 150 tests of many small files, each made durable.
+        # In memory if possible: 150 tests make many small files durable.
         shared = Path("/dev/shm")
         with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else tmp_path) as path:
             yield path
 
 
 class TestCopy(_Suite, suite.AbstractCopyTests):  # type: ignore[misc]
-    """cp within the file system."""
+    pass
 
 
 class TestGet(_Suite, suite.AbstractGetTests):  # type: ignore[misc]
-    """From the file system to local files."""
+    pass
 
 
 class TestPut(_Suite, suite.AbstractPutTests):  # type: ignore[misc]
-    """From local files into the file system."""
+    pass
 
 
 class TestOpen(_Suite, suite.AbstractOpenTests):  # type: ignore[misc]
-    """Exclusive creation."""
+    pass
 
 
 class TestPipe(_Suite, suite.AbstractPipeTests):  # type: ignore[misc]
-    """Whole contents."""
+    pass
 
 
 @pytest.mark.hdfs
@@ -56,8 +56,10 @@ class TestHdfs(
     suite.AbstractOpenTests,  # type: ignore[misc]
     suite.AbstractPipeTests,  # type: ignore[misc]
 ):
-    """The suite on a real HDFS, but for the 96 patterns: they are expanded by the same code, and
-    take two minutes there."""
+    """The suite on a real HDFS, without the 96 patterns, which take two minutes there.
+
+    The patterns are expanded by the same code.
+    """
 
     test_copy_glob_edge_cases = test_get_glob_edge_cases = test_put_glob_edge_cases = None
 

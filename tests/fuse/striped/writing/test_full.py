@@ -1,4 +1,4 @@
-"""A storage that is full, or a quota that is used up: the writer is told, and nothing is left."""
+"""A full storage or a used-up quota: the writer gets an error, and nothing is left."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from tests.fuse.striped.support.stored import find_garbage
 pytestmark = [pytest.mark.needs("fuse"), pytest.mark.hdfs]
 MIB = 2**20
 
-# The mount is left by a process of its own. The old file stays, and every later call on the
-# descriptor tells the same.
+# A process of its own leaves the mount. The old file stays, and every later call on the descriptor
+# returns the same error.
 TOLD = """
 import errno, os, sys
 folder, wanted = sys.argv[1], getattr(errno, sys.argv[2])
@@ -42,14 +42,14 @@ assert open(folder + "/f").read() == "old"
 
 
 def assert_nothing_is_left(url: str) -> None:
-    """Threads of parts clean up by themselves: give them a moment."""
+    """Assert that no part is left once the parts' threads have cleaned up."""
     with contextlib.closing(open_backend(url)) as backend:
         wait_for(lambda: not find_garbage(backend, ""), "the end of the parts")
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[MiniHdfs]:
-    """An HDFS whose only DataNode has a disk of 40 MiB."""
+    """HDFS whose only DataNode has a disk of 40 MiB."""
     require("root")
     disk = tmp_path / "tiny" / "datanode0"
     disk.mkdir(parents=True)
@@ -67,17 +67,17 @@ def tiny(tmp_path: Path) -> Iterator[MiniHdfs]:
 def test_full_datanodes_are_told_to_the_writer(
     tiny: MiniHdfs, tmp_path: Path, mountpoint: Path
 ) -> None:
-    """Found by filling one: it was EIO, and tried again as if the DataNode were dead."""
+    """Regression: the error was EIO, and was retried as if the DataNode were dead."""
     url = tiny.url + "/x"
     with checkpoints(tmp_path, mountpoint, url):
         shell("printf old > {d}/f", d=mountpoint)
         check_python(TOLD, mountpoint, "ENOSPC", "new:60")
         assert_nothing_is_left(url)
-    # A DataNode that has room and is dead is another matter.
+    # A dead DataNode with free space is another matter.
     with contextlib.closing(open_backend(url, deadline_s=5)) as backend:
 
         def has_room() -> bool:
-            # What the save had written is removed by and by.
+            # The save's bytes are removed after a while.
             with contextlib.closing(open_backend(url)) as asked:
                 space = asked.space()
             return space is not None and space.free_bytes > 20 * MIB

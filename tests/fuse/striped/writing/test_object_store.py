@@ -37,7 +37,7 @@ def server() -> Iterator[dict[str, str]]:
 def s3_url(
     server: dict[str, str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> str:
-    """A prefix of the test's own."""
+    """URL of a prefix for one test."""
     for key, value in server.items():
         monkeypatch.setenv(key, value)
     make_bucket(server, "checkpoints")
@@ -66,7 +66,7 @@ def test_a_file_is_published_by_one_put(backend: Backend) -> None:
         with storage_on(backend) as elsewhere:
             assert Driver(elsewhere).read("d/f") == DATA + OTHER[:UNIT]
         layout = decode_layout(backend.read("d/f"), "d/f")
-        # Every unit is an object of its own.
+        # Every unit is an object.
         assert [len(segment.parts) for segment in layout.segments] == [21, 1]
         driver.rename("d/f", "d/g")
         assert driver.read("d/g") == DATA + OTHER[:UNIT]
@@ -103,7 +103,7 @@ def test_several_writers_of_one_name(backend: Backend) -> None:
 
 @pytest.mark.parametrize("size", [9, 5 * UNIT], ids=["plain", "striped"])
 def test_saves_within_a_second_are_told_apart(backend: Backend, size: int) -> None:
-    """Both have the same size and, as a bucket tells it, time."""
+    """Both have the same size and, in the bucket's listing, the same time."""
     with storage_on(backend) as here, storage_on(backend) as elsewhere:
         nodes = Driver(here), Driver(elsewhere)
         for content in (DATA[:size], OTHER[:size], DATA[-size:]):
@@ -122,7 +122,7 @@ def test_a_directory_is_not_renamed(backend: Backend) -> None:
 
 
 def test_a_rename_that_was_cut_short_costs_no_file(backend: Backend) -> None:
-    """A copy and no delete: two names for the same objects. Either can be removed."""
+    """A copy without the delete leaves two names for the same objects; either can be removed."""
     with storage_on(backend) as storage:
         driver = Driver(storage)
         driver.mkdir("d")

@@ -1,4 +1,4 @@
-"""A striped file on HDFS lies evenly on all of its servers."""
+"""A striped file on HDFS is spread evenly over all servers."""
 
 import contextlib
 import random
@@ -34,10 +34,10 @@ def test_a_striped_file_lies_evenly_on_all_datanodes(
 
 
 def _beginnings(home: Path) -> set[bytes]:
-    """Of all blocks of a DataNode."""
+    """Return the first bytes of all blocks of a DataNode."""
     found = set()
     for block in home.rglob("blk_*"):
-        # Those of files that other tests removed go in the background.
+        # Blocks of files that other tests removed are deleted in the background.
         with contextlib.suppress(FileNotFoundError), block.open("rb") as file:
             found.add(file.read(64))
     return found

@@ -1,4 +1,4 @@
-"""The plain layout: one ordinary file that every tool reads, on real HDFS joined by concat."""
+"""Plain layout: one ordinary file that every tool reads, joined by concat on real HDFS."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ from testbed.needs import MissingError
 from tests.fuse.striped.support.harness import CALLER, Driver, refused_with, storage_on
 from tests.fuse.striped.support.stored import find_garbage
 
-# HDFS takes no blocks of less than 64 KiB here.
+# This HDFS allows no blocks of less than 64 KiB.
 UNIT = 64 * 2**10
 RUN = 8 * UNIT
 DATA = random.Random(6).randbytes(5 * RUN + 3 * UNIT + 77)
@@ -25,7 +25,7 @@ DATA = random.Random(6).randbytes(5 * RUN + 3 * UNIT + 77)
 
 @pytest.fixture(params=["file", pytest.param("hdfs", marks=pytest.mark.hdfs)])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
-    """What the plain files lie on."""
+    """Backend that holds the plain files."""
     url = (tmp_path / "stored").as_uri()
     if request.param == "hdfs":
         url = str(request.getfixturevalue("hdfs_url"))
@@ -47,7 +47,7 @@ def driver(backend: Backend) -> Iterator[Driver]:
 def test_a_plain_file_is_an_ordinary_file(driver: Driver, backend: Backend) -> None:
     driver.write("f", b"old")
     driver.write("f", DATA, step=50_000)
-    # As any other tool sees it.
+    # As other tools see it.
     assert backend.read("f") == DATA
     assert driver.read("f", step=100_000) == DATA
     assert driver.size("f") == len(DATA)

@@ -1,7 +1,7 @@
-"""Files that are written while parts fail, hang, find a full disk or lack memory, against a model.
+"""Files written while parts fail, hang, find a full disk or lack memory, against a model.
 
-The rule: a name holds what its last successful `publish` was called with, whatever happened; a
-writer whose storage recovers succeeds; one that fails goes on failing, and leaves nothing behind.
+A name holds the content of its last successful `publish` after any fault. A writer whose storage
+recovers succeeds; a failed writer goes on failing, and leaves nothing behind.
 """
 
 import errno
@@ -45,7 +45,7 @@ PASSING = st.sampled_from(
 FATAL: st.SearchStrategy[tuple[str, Callable[[], BaseException]]] = st.one_of(
     st.tuples(STEPS, st.just(lambda: NoSpaceError("the disk is full"))),
     st.tuples(STEPS, st.just(lambda: DeadlineError("no answer"))),
-    # It takes bytes, and loses them: the part is written four times.
+    # It accepts bytes and loses them: the part is written four times.
     st.just(("close", lambda: UnavailableError("down"))),
 )
 Disturbance = Callable[["Saves"], None]
@@ -63,21 +63,21 @@ DISTURBANCES: st.SearchStrategy[Disturbance] = st.one_of(
 
 @dataclass(eq=False)
 class Save:
-    """A file that is being written, as the model has it."""
+    """File that is being written, in the model."""
 
     writer: FileWriter
     name: str
     data: bytes = b""
     may_fail: bool = False
-    """Whether the storage was such since this file was begun that a part may have failed."""
+    """Whether a part may have failed since this file was begun, by the storage's faults."""
     published: bytes | None = None
-    """What the last `publish` stored."""
+    """Content of the last `publish`."""
     error: str = ""
-    """What the first call failed with."""
+    """Error of the first failed call."""
 
 
 class Saves(RuleBasedStateMachine):
-    """`files` holds what every node must see."""
+    """State machine: `files` is what every node must see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Saves(RuleBasedStateMachine):
         self.files: dict[str, bytes] = {}
         self.open: list[Save] = []
         self.is_deadly = False
-        """Whether a writer may fail until the storage is mended."""
+        """Whether a writer may fail until the storage is repaired."""
         self.failure_count = 0
 
     def teardown(self) -> None:
@@ -103,7 +103,7 @@ class Saves(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
     def attempt(self, save: Save, call: Callable[[], object]) -> bool:
-        """Make a call of a writer; return whether it succeeded. Once failed, it always fails."""
+        """Make a call of a writer; return whether it succeeded. A failed writer always fails."""
         message = ""
         try:
             call()
@@ -118,7 +118,7 @@ class Saves(RuleBasedStateMachine):
     # ---- writers ------------------------------------------------------------------------------
 
     def begin(self, name: str, index: int) -> None:
-        """Begin another file. Of three at once, one is closed: what it has not published goes."""
+        """Begin another file; of three, one is closed without its unpublished bytes."""
         if len(self.open) == 3:
             save = self.open.pop(index)
             save.writer.close()
@@ -159,7 +159,7 @@ class Saves(RuleBasedStateMachine):
         if not publishes:
             return
         if save.published is not None and self.files[save.name] != save.published:
-            # What is added to must still be there.
+            # The file to add to must still exist.
             save.may_fail = True
         if self.attempt(save, save.writer.publish):
             self.files[save.name] = save.published = save.data
@@ -167,7 +167,7 @@ class Saves(RuleBasedStateMachine):
     # ---- the storage --------------------------------------------------------------------------
 
     def add_rule(self, rule: Rule) -> None:
-        """Ask `rule` before each operation on a part."""
+        """Call `rule` before each operation on a part."""
 
         def ask(operation: str, path: str) -> None:
             if PARTS_FOLDER in path and not path.endswith(("layout", ".plain")):
@@ -176,14 +176,14 @@ class Saves(RuleBasedStateMachine):
         self.backend.rules.append(ask)
 
     def fail_once(self, step: str, error: Callable[[], BaseException], after: int) -> None:
-        """A part that fails once is written again, up to three times."""
+        """Make a part fail once; it is written again, up to three times."""
         self.add_rule(later(after, step, failing(step, error, times=1)))
         self.failure_count += 1
         if self.failure_count > 3:
             self.be_deadly()
 
     def be_slow(self, after: int) -> None:
-        """One write takes a while."""
+        """Make one write slow."""
         left = [1]
 
         def wait(operation: str, path: str) -> None:
@@ -194,7 +194,7 @@ class Saves(RuleBasedStateMachine):
         self.add_rule(later(after, "write", wait))
 
     def fail(self, how: tuple[str, Callable[[], BaseException]], after: int, within: str) -> None:
-        """One of the servers fails, or all do, until the storage is mended."""
+        """Make one or all of the servers fail until the storage is repaired."""
         step, error = how
         self.add_rule(later(after, step, failing(step, error, within=within)))
         self.be_deadly()
@@ -205,7 +205,7 @@ class Saves(RuleBasedStateMachine):
             save.may_fail = True
 
     def press_for_memory(self) -> None:
-        """Others need all memory that writers can spare, whenever the storage is used."""
+        """Request all memory that writers can free, at each use of the storage."""
         budget = self.storage.memory
 
         def squeeze(operation: str, path: str) -> None:
@@ -215,7 +215,7 @@ class Saves(RuleBasedStateMachine):
         self.add_rule(squeeze)
 
     def recover(self) -> None:
-        """Mend the storage, and look at the files from another node."""
+        """Repair the storage, and read the files from another node."""
         self.backend.rules.clear()
         self.is_deadly, self.failure_count = False, 0
         with storage_on(self.root) as elsewhere:
@@ -226,7 +226,7 @@ class Saves(RuleBasedStateMachine):
 
 
 def later(count: int, step: str, rule: Rule) -> Rule:
-    """Return `rule` from the operation `step` on that follows `count` others."""
+    """Return `rule` for operations from number `step` on, after `count` others."""
     left = [count]
     lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Writing past failures: a part is written again, from memory or from what the storage has."""
+"""Writing in spite of failures: a part is written again from memory or from the storage."""
 
 import errno
 import os
@@ -24,13 +24,13 @@ DATA = random.Random(4).randbytes(40 * UNIT + 77)
 
 
 def squeeze(memory: Memory) -> None:
-    """Make all holders give up the memory that they can spare."""
+    """Make all holders free the memory that they can."""
     if memory.try_charge(memory.limit_bytes):
         memory.give(memory.limit_bytes)
 
 
 class Saving:
-    """A driver over a faulty local folder."""
+    """Driver over a faulty local folder."""
 
     def __init__(self, root: Path, memory_units: int = 24) -> None:
         self.root = root
@@ -41,7 +41,7 @@ class Saving:
     def fails(
         self, operation: str, after: int, error: Callable[[], BaseException], *, part: str = ""
     ) -> None:
-        """The operation fails once, when it was done `after` times on all parts, or on `part`."""
+        """Make the operation fail once, after `after` successes on all parts, or on `part`."""
         left = [after]
         lock = threading.Lock()
         once = failing(operation, error, within=PARTS_FOLDER, times=1)
@@ -57,7 +57,7 @@ class Saving:
         self.backend.rules.append(rule)
 
     def gives_up_memory(self) -> None:
-        """Whatever is stored, and not yet for good, is not in memory."""
+        """Free the memory of bytes that are stored, but not durable yet."""
         self.backend.rules.append(lambda *_: squeeze(self.storage.memory))
 
     def retry_count(self) -> int:
@@ -141,7 +141,7 @@ def test_a_part_that_goes_on_failing_is_given_up(saving: Saving) -> None:
 def test_a_storage_that_takes_nothing_for_a_while_is_waited_for(
     saving: Saving, operation: str
 ) -> None:
-    """More often than a part is written, since nothing is: a NameNode that was just started."""
+    """More attempts than for a part, since nothing is written: a NameNode was just started."""
     saving.backend.rules.append(
         failing(operation, lambda: UnavailableError("safe mode"), within=PARTS_FOLDER, times=15)
     )
@@ -169,7 +169,7 @@ def test_a_refusal_is_not_tried_again(saving: Saving) -> None:
 
 
 def test_a_short_write_is_written_again(saving: Saving) -> None:
-    """The server takes a piece of what it was given, and then fails."""
+    """The server takes a part of the bytes, and then fails."""
     inner_create = saving.backend.inner.create
     torn = [True]
 
@@ -199,10 +199,10 @@ def test_units_are_kept_only_as_long_as_nobody_needs_the_memory() -> None:
     units = [memory.take_unit([b"x" * 100], 100, 0, 1.0, lambda: False) for _ in range(8)]
     for unit in units:
         memory.keep(unit)
-    # At most half of the budget is kept at all.
+    # At most half of the budget is kept.
     assert [unit.pieces is None for unit in units] == [True] * 3 + [False] * 5
     assert budget.used_bytes == 500
-    # One that somebody took back is not given up; the others go when memory is short.
+    # Bytes that were taken back are not freed; the others are when memory is short.
     memory.take_back(units[3])
     memory.take_back(units[0])
     assert budget.try_charge(900)
@@ -218,7 +218,7 @@ class Buffering(LocalBackend):
 
 
 def test_what_open_parts_take_in_the_storages_client_is_charged(tmp_path: Path) -> None:
-    """Eight files, written at once, took twice the memory of their mount."""
+    """Regression: eight files written at once took twice the memory of their mount."""
     with storage_on(Buffering(tmp_path), count=8, memory_bytes=104 * UNIT) as storage:
         driver, budget = Driver(storage), storage.memory
         files = [driver.open(f"f{number}", os.O_WRONLY | os.O_CREAT) for number in range(8)]
@@ -226,14 +226,14 @@ def test_what_open_parts_take_in_the_storages_client_is_charged(tmp_path: Path) 
         for at in range(24):
             for file in files:
                 driver.pwrite(file, at * UNIT, data)
-        # Four have room for a part; the others have one all the same.
+        # Four files have room for a part; the others get one all the same.
         assert budget.used_bytes >= 4 * Buffering.writer_bytes
         for file in files:
             driver.close(file)
         assert budget.peak_bytes <= budget.limit_bytes
         layouts = [decode_layout((tmp_path / f"f{n}").read_bytes(), "") for n in range(8)]
         assert {len(layout.segments[0].parts) for layout in layouts} == {1}
-        # Alone, a file has as many as there is memory for.
+        # A single file has as many parts as fit into memory.
         driver.write("alone", data * 24, step=UNIT)
         layout = decode_layout((tmp_path / "alone").read_bytes(), "")
         assert len(layout.segments[0].parts) == 3
@@ -266,7 +266,7 @@ def test_a_part_whose_client_holds_it_after_all_is_charged_then() -> None:
     first.settle(is_buffered=False)
     assert first.charged_bytes == UNIT
     assert budget.used_bytes == UNIT + second.charged_bytes == UNIT + Buffering.writer_bytes
-    # It fails, and is written again by the client.
+    # The client's write fails and is repeated by the client.
     for _ in range(2):
         first.settle(is_buffered=True)
         assert budget.used_bytes == 2 * first.charged_bytes == 2 * Buffering.writer_bytes
@@ -276,7 +276,7 @@ def test_a_part_whose_client_holds_it_after_all_is_charged_then() -> None:
 
 
 def test_what_cannot_be_given_up_is_at_most_half_of_the_memory() -> None:
-    """Found by thought: parts that each wait for the next unit held all the memory there was."""
+    """Otherwise parts that each wait for their next unit could hold all memory."""
     memory = WriteMemory(Memory(1000), 0)
     unit = memory.take_unit([b"x" * 300], 300, 0, 1.0, lambda: False)
     assert memory.hold(unit)

@@ -1,4 +1,4 @@
-"""Saving to a real HDFS whose servers die, restart or are full: whole or absent, and told."""
+"""Saving to a real HDFS whose servers die, restart or are full: whole or absent, with an error."""
 
 import contextlib
 import random
@@ -49,7 +49,7 @@ def load(url: str, path: str) -> bytes:
 def test_a_datanode_that_dies_under_a_save_at_replication_1(
     hdfs: MiniHdfs, hdfs_url: str, layout: LayoutKind
 ) -> None:
-    """What its only DataNode had is written again from memory: the checkpoint is whole."""
+    """The bytes of its only DataNode are written again from memory: the checkpoint is whole."""
     url = hdfs_url + "?replication=1"
     try:
         with open_storage(url, layout, memory_bytes=128 * MIB) as storage:
@@ -69,8 +69,10 @@ def test_a_datanode_that_dies_under_a_save_at_replication_1(
 
 @pytest.fixture(scope="module")
 def careful_hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniHdfs]:
-    """An HDFS whose NameNode stays in safe mode for a while after each start, as large ones do: it
-    has blocks of which it waits for reports."""
+    """HDFS whose NameNode stays in safe mode for a while after each start, as large ones do.
+
+    It has blocks whose reports it waits for.
+    """
     conf = {"dfs.namenode.safemode.extension": "4000"}
     with running(MiniHdfs(tmp_path_factory.mktemp("careful"), datanode_count=2, conf=conf)) as made:
         with open_storage(f"{made.url}/before") as storage:
@@ -82,7 +84,7 @@ def careful_hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniHdfs]
 
 
 def test_a_namenode_that_restarts_under_a_save(careful_hdfs: MiniHdfs) -> None:
-    """Files of which no part is begun, some are, and all are."""
+    """With no part begun, with some, and with all."""
     url = f"{careful_hdfs.url}/restart"
     saved = {
         "striped": {"begins": 0, "middle": 24 * MIB, "end": len(DATA)},
@@ -113,10 +115,10 @@ def test_a_namenode_that_restarts_under_a_save(careful_hdfs: MiniHdfs) -> None:
 
 
 def test_a_part_is_one_block(hdfs_url: str) -> None:
-    """A client that writes over the end of a block has to wait for the NameNode, or fails."""
+    """A client that writes beyond the end of a block has to wait for the NameNode, or fails."""
     url = hdfs_url + "?block_size_bytes=2097152"
     with open_storage(url, memory_bytes=256 * MIB) as storage:
-        # The first file of a mount may be written before the storage has said how it cuts.
+        # The first file of a mount may be written before the storage has told its block size.
         for _ in range(2):
             writer = storage.writer("f")
             save(writer, 0, 25 * MIB)
@@ -154,7 +156,7 @@ def test_eight_saves_at_once_stay_within_the_budget(hdfs_url: str) -> None:
 
 @pytest.mark.parametrize("layout", ["striped", "plain"])
 def test_two_writers_of_one_name_on_two_nodes(hdfs_url: str, layout: LayoutKind) -> None:
-    """Each has parts, and a lease, of its own; one of them wins, whole."""
+    """Each has its own parts and lease; one of them wins as a whole."""
     contents = [DATA[: 9 * MIB], DATA[-7 * MIB :]]
     with open_storage(hdfs_url, layout) as one, open_storage(hdfs_url, layout) as other:
         writers = [one.writer("f"), other.writer("f")]
@@ -170,7 +172,7 @@ def test_two_writers_of_one_name_on_two_nodes(hdfs_url: str, layout: LayoutKind)
         for storage in (one, other):
             storage.tree.close()  # deletes what was replaced
         assert find_garbage(other.backend, "") == []
-        # And at the same moment: what loses may have to be found by fsck.
+        # At the same moment: fsck may have to find the loser's parts.
         writers = [one.writer("f"), other.writer("f")]
         for writer, content in zip(writers, contents, strict=True):
             writer.append(content)

@@ -1,4 +1,4 @@
-"""A size that is set before the bytes are written, as safetensors does."""
+"""Sizes that are set before the bytes are written, as safetensors does."""
 
 import errno
 import os
@@ -38,14 +38,14 @@ def test_a_size_set_in_advance(driver: Driver, size: int) -> None:
 
 def test_what_was_announced_and_not_written(driver: Driver) -> None:
     driver.write("f", b"old")
-    # Up to a unit is filled with zeros, also after the sizes went up and down again.
+    # Up to a unit is filled with zeros, also after the size went up and down again.
     file = driver.open("g", os.O_WRONLY | os.O_CREAT)
     driver.pwrite(file, 0, b"x" * (2 * UNIT))
     _grow(driver, file, 9 * UNIT)
     _grow(driver, file, 3 * UNIT)
     driver.close(file)
     assert driver.read("g") == b"x" * (2 * UNIT) + bytes(UNIT)
-    # More was meant to be written: half a file must not take the old one's place.
+    # More bytes were announced: half a file must not replace the old one.
     file = driver.open("f", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     _grow(driver, file, 3 * UNIT)
     driver.pwrite(file, 0, b"x" * UNIT)

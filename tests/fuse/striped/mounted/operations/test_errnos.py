@@ -1,5 +1,4 @@
-"""Which errno each refused call gives, by the classes of pjdfstest, through a real mount; that
-docs/SEMANTICS.md promises exactly these."""
+"""Errnos of refused calls through a real mount, as in docs/SEMANTICS.md, by pjdfstest's classes."""
 
 import os
 import re
@@ -54,7 +53,7 @@ for line in sys.argv[2].strip().splitlines():
 assert not wrong, "\\n".join(wrong)
 """
 
-# By the paragraphs of docs/SEMANTICS.md that promise so.
+# Grouped by the paragraphs of docs/SEMANTICS.md that promise them.
 WRITABLE = """
 # Errors have the errno that POSIX wants
 EEXIST os.open("file", C | X | W)
@@ -179,7 +178,7 @@ def test_the_errno_of_each_refused_call(tmp_path: Path, mountpoint: Path, local_
     with checkpoints(tmp_path, mountpoint, local_url):
         shell(PREPARE, d=mountpoint)
         check_python(RUN, mountpoint, WRITABLE)
-        # Nothing of what was refused has happened.
+        # No refused call has changed anything.
         assert shell("cat {d}/file {d}/dir/file; stat -c %s {d}/striped", d=mountpoint) == (
             "content\ncontent\n5000000\n"
         )
@@ -207,7 +206,7 @@ def test_the_errnos_for_users_who_are_not_the_owner(
 
 
 def _paragraphs() -> dict[str, str]:
-    """Those of docs/SEMANTICS.md, by what is bold at their beginning."""
+    """Return the paragraphs of docs/SEMANTICS.md by the bold text at their beginning."""
     text = (REPOSITORY / "docs" / "SEMANTICS.md").read_text(encoding="utf-8")
     starts = ((re.match(r"\*\*(.+?)\*\*", part, re.S), part) for part in text.split("\n\n"))
     return {match[1].replace("\n", " "): part for match, part in starts if match}
@@ -245,7 +244,7 @@ def test_the_errnos_are_the_documented_ones() -> None:
 
 
 def test_each_known_difference_is_a_documented_one() -> None:
-    """Each row of what fails in pjdfstest names the paragraphs that say so."""
+    """Each failing row of pjdfstest names the paragraphs that document it."""
     text = (REPOSITORY / "docs" / "SEMANTICS.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| its folder \|.*\n((?:\|.*\n)+)", text, re.M)
     titles = _paragraphs().keys()

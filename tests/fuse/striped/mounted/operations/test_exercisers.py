@@ -1,4 +1,4 @@
-"""Public exercisers of file systems against a real mount: fsx (ours), and fio's verification."""
+"""Public file-system exercisers on a real mount: fsx (in Python), and fio's verification."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The promises of docs/SEMANTICS.md that no other test covers; that each one names a test."""
+"""Promises of docs/SEMANTICS.md that no other test holds; every promise names a test."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ NEW = random.Random(2).randbytes(7 * UNIT + 5)
 
 @pytest.fixture
 def one(tmp_path: Path) -> Driver:
-    """A node with the default grace."""
+    """Node with the default grace."""
     return Driver(storage_on(tmp_path / "stored", grace_s=30.0))
 
 
@@ -64,14 +64,14 @@ def test_many_fsyncs_do_not_pile_up_parts(one: Driver, two: Driver, tmp_path: Pa
     one.close(file)
     assert two.read("log") == expected
     one.fs.destroyed()
-    # One segment per unit of the file, not one per fsync.
+    # One segment for each unit of the file, not for each fsync.
     folders = list((tmp_path / "stored" / PARTS_FOLDER).iterdir())
     assert len(folders) <= len(expected) // UNIT + 1
 
 
 def test_closing_a_copy_of_the_descriptor_does_not_empty_the_file(one: Driver, two: Driver) -> None:
     one.write("f", OLD)
-    # As a shell does for `command > f`: open, dup2, close, and only then run the command.
+    # As a shell does for `command > f`: open, dup2 and close before it runs the command.
     file = one.open("f", os.O_WRONLY | os.O_TRUNC)
     one.fs.flush(CALLER, *file)
     assert two.read("f") == OLD
@@ -80,7 +80,7 @@ def test_closing_a_copy_of_the_descriptor_does_not_empty_the_file(one: Driver, t
 
 
 def test_what_was_written_since_a_file_was_emptied_stays(one: Driver) -> None:
-    """As `(sleep 9) > log & echo one > log; echo two >> log` in a shell."""
+    """The shell does so for `(sleep 9) > log & echo one > log; echo two >> log`."""
     one.write("log", b"old")
     held = one.open("log", os.O_WRONLY | os.O_TRUNC)
     one.fs.flush(CALLER, *held)
@@ -95,8 +95,10 @@ def test_what_was_written_since_a_file_was_emptied_stays(one: Driver) -> None:
 
 
 def test_what_is_published_after_a_file_was_emptied_and_closed_stays(one: Driver) -> None:
-    """As at the end of a process, which closes one file after the other: the kernel says later for
-    which of them it was the last descriptor."""
+    """At the end of a process, which closes its files one after another.
+
+    The kernel tells later for which of them it was the last descriptor.
+    """
     emptied = one.open("f", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     written = one.open("f", os.O_WRONLY)
     one.pwrite(written, 0, OLD)
@@ -108,7 +110,7 @@ def test_what_is_published_after_a_file_was_emptied_and_closed_stays(one: Driver
 
 
 def test_who_opens_a_new_file_and_writes_nothing_does_not_empty_it(one: Driver) -> None:
-    """As `exec 3> log; exec 4>> log; echo one >&3; exec 3>&- 4>&-` in a shell."""
+    """The shell does so for `exec 3> log; exec 4>> log; echo one >&3; exec 3>&- 4>&-`."""
     written = one.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     other = one.open("log", os.O_WRONLY | os.O_APPEND)
     one.pwrite(written, 0, OLD)
@@ -120,7 +122,7 @@ def test_who_opens_a_new_file_and_writes_nothing_does_not_empty_it(one: Driver) 
 def test_who_makes_a_file_anew_and_writes_nothing_does_not_empty_it(
     one: Driver, two: Driver
 ) -> None:
-    """Found by the exerciser: a rename published the empty file."""
+    """Regression (exerciser): a rename published the empty file."""
     two.write("f", OLD)
     first = one.open("f", os.O_WRONLY | os.O_TRUNC)
     one.pwrite(first, 0, NEW)
@@ -156,7 +158,7 @@ def test_another_node_sees_a_commit_at_its_next_open(one: Driver, two: Driver) -
     one.write("f", OLD)
     assert two.read("f") == OLD
     one.write("f", NEW)
-    # Without waiting: attributes may be a second old, an open never is.
+    # Without waiting: attributes may be a second old, but never those of an open.
     assert two.read("f") == NEW
     one.unlink("f")
     with refused_with(errno.ENOENT):
@@ -167,7 +169,8 @@ def test_another_node_sees_a_commit_at_its_next_open(one: Driver, two: Driver) -
 def test_who_gave_up_writing_a_file_reads_it_at_once(
     one: Driver, two: Driver, ended_by: str
 ) -> None:
-    """Who opens a file to write is told to look its name up again, and need not come to that."""
+    """A process that opens a file for writing is told to look its name up again, and may not do
+    so."""
     for name in ("f", "other"):
         one.write(name, OLD)
         assert one.read(name) == OLD
@@ -185,7 +188,7 @@ def test_who_gave_up_writing_a_file_reads_it_at_once(
 
 
 def test_who_gave_up_writing_a_file_never_writes_another(one: Driver, two: Driver) -> None:
-    """Found by the exerciser: what was written to "f" replaced "g", which had been "f"."""
+    """Regression (exerciser): bytes written to "f" replaced "g", which had been "f"."""
     one.write("f", OLD)
     with refused_with(errno.ESTALE):
         one.fs.open(CALLER, one.node("f"), os.O_WRONLY)
@@ -201,7 +204,7 @@ def test_who_gave_up_writing_a_file_never_writes_another(one: Driver, two: Drive
 def test_a_child_that_was_refused_to_cut_the_file_publishes_nothing(
     one: Driver, two: Driver
 ) -> None:
-    """Found by the exerciser: it had written nothing, and its exit published its parent's half."""
+    """Regression (exerciser): it had written nothing, and its exit published its parent's half."""
     one.write("f", OLD)
     file = one.open("f", os.O_WRONLY | os.O_TRUNC)
     parent, child = CALLER.owning(1), CALLER.owning(2)
@@ -218,7 +221,7 @@ def test_a_child_that_was_refused_to_cut_the_file_publishes_nothing(
 def test_a_file_that_differs_by_its_bytes_alone_is_another_one(
     one: Driver, two: Driver, tmp_path: Path
 ) -> None:
-    """Two saves within one tick of the storage's clock, of the same size."""
+    """Two saves of the same size within one tick of the storage's clock."""
     read = []
     for content in (b"old", b"new"):
         one.write("f", content)
@@ -281,14 +284,16 @@ def test_unlinking_a_file_that_is_being_written(one: Driver, two: Driver) -> Non
     one.pwrite(file, len(NEW), NEW)
     one.close(file)
     assert two.names("") == one.names("") == []
-    # The threads of its parts clean up by themselves.
+    # The threads of its parts remove them.
     wait_for(lambda: not find_garbage(one.storage.backend, ""), "the end of the parts")
     one.fs.destroyed()
 
 
 def test_a_file_that_was_closed_just_before_the_unmount_is_there(one: Driver, two: Driver) -> None:
-    """The kernel drops the release of what nobody has written to if it was not read by then: an
-    empty file was lost now and then."""
+    """Regression: empty files were lost now and then.
+
+    The kernel drops the release of a file without writes if the server has not read it by then.
+    """
     two.write("emptied", b"old")
     for name in ("made", "emptied"):
         one.fs.flush(CALLER, *one.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
@@ -299,7 +304,7 @@ def test_a_file_that_was_closed_just_before_the_unmount_is_there(one: Driver, tw
 
 
 def test_a_file_that_was_emptied_twice_and_removed_is_empty_for_who_emptied_it(one: Driver) -> None:
-    """Found by the exerciser: its size was that of the removed file."""
+    """Regression (exerciser): its size was that of the removed file."""
     one.write("f", OLD)
     files = [one.open("f", os.O_RDWR | os.O_TRUNC) for _ in range(2)]
     one.unlink("f")
@@ -312,7 +317,7 @@ def test_a_file_that_was_emptied_twice_and_removed_is_empty_for_who_emptied_it(o
 def test_a_request_that_comes_after_the_end_of_a_mount_publishes_nothing(
     one: Driver, two: Driver, last: str
 ) -> None:
-    """What was written is gone then: the old file was replaced by an empty one."""
+    """Regression: the written bytes are gone then, and an empty file replaced the old one."""
     one.write("f", OLD)
     file = one.open("f", os.O_WRONLY | os.O_TRUNC)
     one.pwrite(file, 0, NEW)
@@ -339,7 +344,7 @@ def test_the_parts_of_a_replaced_file_go_although_its_folder_was_renamed(
 
 
 def test_a_file_without_a_name_is_read_back_from_a_folder_that_was_renamed(one: Driver) -> None:
-    """Found by the exerciser: EIO, since its parts had moved with the folder."""
+    """Regression (exerciser): EIO, since its parts had moved with the folder."""
     one.mkdir("d")
     file = one.open("d/f", os.O_RDWR | os.O_CREAT)
     one.pwrite(file, 0, OLD)
@@ -366,7 +371,7 @@ def test_a_file_without_a_name_is_read_back_from_a_folder_that_was_renamed(one: 
 
 
 def test_two_generations_of_a_file_outlive_its_folder(one: Driver) -> None:
-    """They share the parts of the first: those moved out of the folder only once, or not at all."""
+    """Regression: their shared parts were moved out of the folder only once, or not at all."""
     one.mkdir("d")
     one.write("d/f", OLD)
     before = one.open("d/f", os.O_RDONLY)
@@ -384,7 +389,7 @@ def test_two_generations_of_a_file_outlive_its_folder(one: Driver) -> None:
 def test_a_file_whose_parts_are_written_is_not_renamed_into_another_folder(
     one: Driver, two: Driver, flags: int
 ) -> None:
-    """Found by the exerciser: a small file that had been appended to could not be read any more."""
+    """Regression (exerciser): a small file that had been appended to could not be read any more."""
     one.mkdir("d")
     one.write("f", b"small")
     file = one.open("f", os.O_WRONLY | flags)
@@ -402,7 +407,7 @@ def test_a_file_whose_parts_are_written_is_not_renamed_into_another_folder(
 def test_a_reader_keeps_its_size_when_what_another_node_put_there_is_renamed(
     one: Driver, two: Driver, old: bytes
 ) -> None:
-    """Found by the exerciser: SIGBUS for who had mapped it."""
+    """Regression (exerciser): SIGBUS for a process that had mapped it."""
     one.write("a", old)
     file = one.open("a", os.O_RDONLY)
     one.rename("a", "b")
@@ -417,7 +422,7 @@ def test_a_reader_keeps_its_size_when_what_another_node_put_there_is_renamed(
 def test_a_name_that_the_kernel_has_kept_is_looked_up_once_more_at_most(
     one: Driver, two: Driver
 ) -> None:
-    """Found by the exerciser: ESTALE for the program, for which the kernel asks only once more."""
+    """Regression (exerciser): ESTALE for the program, since the kernel asks only once more."""
     one.write("a", b"old")
     kept = one.node("a")
     reader = one.open("a", os.O_RDONLY)
@@ -435,7 +440,7 @@ def test_a_name_that_the_kernel_has_kept_is_looked_up_once_more_at_most(
 
 
 def test_a_listing_is_not_believed_against_an_open(one: Driver, two: Driver) -> None:
-    """ESTALE for the program: what the kernel found by its second lookup was from the listing."""
+    """Regression: ESTALE for the program, since the second lookup was answered from the listing."""
     one.write("f", b"old")
     kept = one.node("f")
     one.names("")
@@ -451,7 +456,7 @@ def test_a_listing_is_not_believed_against_an_open(one: Driver, two: Driver) -> 
 def test_who_looks_while_a_file_is_published_sees_no_more_of_before(
     one: Driver, monkeypatch: pytest.MonkeyPatch, is_new: bool, how: str
 ) -> None:
-    """The kernel keeps the answer for a second: after the close, too."""
+    """The kernel keeps an answer for a second, also beyond the close."""
     if not is_new:
         one.write("f", b"old")
     file = one.open("f", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -484,7 +489,7 @@ def test_who_looks_while_a_file_is_published_sees_no_more_of_before(
 def test_of_two_that_empty_a_file_the_first_shows_no_other_content(
     one: Driver, written: bytes
 ) -> None:
-    """Found by the exerciser: it showed the size of the file that both had emptied."""
+    """Regression (exerciser): it showed the size of the file that both had emptied."""
     one.write("f", b"old content")
     first = one.open("f", os.O_RDWR | os.O_TRUNC)
     second = one.open("f", os.O_WRONLY | os.O_TRUNC)
@@ -499,7 +504,7 @@ def test_of_two_that_empty_a_file_the_first_shows_no_other_content(
 @pytest.mark.parametrize("old", [b"small", OLD], ids=["plain", "striped"])
 @pytest.mark.parametrize("how", ["unlink", "rename"])
 def test_adding_to_a_file_that_is_gone(one: Driver, two: Driver, old: bytes, how: str) -> None:
-    """Found by the state machine: EIO, for what it would be added to could not be read."""
+    """Regression (state machine): EIO, since the file to add to could not be read."""
     one.write("f", old)
     one.write("other", b"other")
     file = one.open("f", os.O_RDWR | os.O_APPEND)
@@ -543,7 +548,7 @@ def test_garbage_of_a_crash_is_named_and_nothing_else(one: Driver, two: Driver) 
     backend = two.storage.backend
 
     def is_whole() -> bool:
-        # All three parts exist: from here on the writer makes no more names.
+        # All three parts exist: from here on the writer makes no names.
         found = find_garbage(backend, "")
         return bool(found) and len(list(backend.list(found[0].path))) == 3
 
@@ -555,7 +560,7 @@ def test_garbage_of_a_crash_is_named_and_nothing_else(one: Driver, two: Driver) 
 
 
 def test_a_folder_with_an_unfinished_file_is_not_replaced(one: Driver) -> None:
-    """Found by the exerciser: the folder, and the file with it, was gone."""
+    """Regression (exerciser): the folder and the file were gone."""
     one.mkdir("d")
     one.mkdir("e")
     file = one.open("d/f", os.O_WRONLY | os.O_CREAT)
@@ -569,7 +574,7 @@ def test_a_folder_with_an_unfinished_file_is_not_replaced(one: Driver) -> None:
 def test_a_close_without_a_write_succeeds_whatever_became_of_the_file(
     one: Driver, two: Driver
 ) -> None:
-    """Found by the exerciser: ESTALE, once the name of the file was given to another one."""
+    """Regression (exerciser): ESTALE once the name of the file was given to another one."""
     one.write("f", OLD)
     one.write("other", b"other")
     file = one.open("f", os.O_RDWR | os.O_APPEND)
@@ -580,7 +585,7 @@ def test_a_close_without_a_write_succeeds_whatever_became_of_the_file(
 
 
 def test_a_listed_size_is_one_that_the_file_had(one: Driver, two: Driver) -> None:
-    """Found by the exerciser: a listing names the layout's size, and the file is no layout now."""
+    """Regression (exerciser): a listing showed the layout's size for a file without a layout."""
     two.write("f", OLD)
     assert one.names("") == ["f"]
     two.write("f", b"")
@@ -598,14 +603,14 @@ def test_a_small_file_that_is_appended_to_can_be_renamed(one: Driver, two: Drive
         two.read("log")
     one.close(file)
     assert two.read("log.1") == b"first second third"
-    # Opened before, and written only now: it would lose what the other has added.
+    # Opened before and written now: it would lose the other writer's bytes.
     with refused_with(errno.ESTALE):
         one.pwrite(unwritten, 0, b"x")
     one.fs.release(*unwritten, 0)
 
 
 def test_a_size_is_shown_before_the_close_before_it_is_complete(one: Driver) -> None:
-    """The kernel says after close(2) that the last descriptor is gone, here after truncate(2)."""
+    """The kernel reports the last close after close(2) has returned, here after truncate(2)."""
     emptied = one.open("f", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     one.fs.flush(CALLER, *emptied)
     one.truncate("f", 5)
@@ -617,7 +622,7 @@ def test_a_size_is_shown_before_the_close_before_it_is_complete(one: Driver) -> 
 def test_a_late_close_does_not_hide_a_truncation(
     one: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the close published is shown before what was published after it."""
+    """The content of the close is published before later changes."""
     emptied = one.open("f", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     one.fs.flush(CALLER, *emptied)
     close = threading.Thread(target=one.fs.release, args=(*emptied, 0))
@@ -630,7 +635,7 @@ def test_a_late_close_does_not_hide_a_truncation(
             cut.wait(0.3)
             show(node, view)
             shown.set()
-            # The handle is forgotten after this, and what the node shows is looked up anew.
+            # The handle is closed by this, and the node's file is looked up again.
             done.wait(0.3)
         else:
             show(node, view)
@@ -647,7 +652,8 @@ def test_a_late_close_does_not_hide_a_truncation(
 
 
 def test_what_is_shown_is_at_most_a_second_old(tmp_path: Path, two: Driver) -> None:
-    """The kernel keeps it for as long as it is told; when it asks, the storage is asked."""
+    """The kernel keeps an answer as long as it is told; when it asks again, the storage is
+    asked."""
     now_s = 100.0
     storage = storage_on(tmp_path / "stored")
     fs = Driver(storage, clock=lambda: now_s).fs
@@ -656,7 +662,7 @@ def test_what_is_shown_is_at_most_a_second_old(tmp_path: Path, two: Driver) -> N
     now_s = 100.75
     seen = fs.lookup(CALLER, ROOT_NODE, b"f")
     assert seen.attributes is not None
-    # It was taken from the listing.
+    # It came from the listing.
     assert seen.entry_ttl_s == seen.attributes_ttl_s == 0.25
     two.write("f", b"newer")
     with refused_with(errno.ESTALE):
@@ -688,7 +694,7 @@ def test_two_writers_of_a_new_name_see_their_own_sizes(one: Driver) -> None:
 def test_a_file_that_changes_while_it_is_opened_is_read_whole(
     one: Driver, monkeypatch: pytest.MonkeyPatch, flags: int, change: str
 ) -> None:
-    """The change comes when the file has been found, and is not known to be open yet."""
+    """The change comes after the file was found, and before it counts as open."""
     one.write("f", b"old" * 100)
     one.write("other", b"other" * 100)
     open_view, changes = one.storage.reader.open, iter([change])
@@ -722,7 +728,8 @@ def test_a_file_that_changes_while_it_is_opened_is_read_whole(
 def test_writers_that_open_at_once_get_nodes_of_their_own(
     one: Driver, names: tuple[str, str], thread: int
 ) -> None:
-    """As the kernel, which is sent to look up again; threads of other pid namespaces are 0."""
+    """The calls are the kernel's when it is sent to look up again; other pid namespaces have thread
+    0."""
     one.mkdir("d")
     one.mkdir("e")
     for name in set(names):

@@ -1,4 +1,4 @@
-"""statfs: how large the storage is, and what is left of it."""
+"""statfs: size and free space of the storage."""
 
 import contextlib
 
@@ -22,7 +22,7 @@ def test_space_is_the_quota_or_the_cluster(hdfs_url: str) -> None:
         assert limited.total_bytes == 2**30
         with backend.create("f") as writer:
             writer.write(bytes(1_000_000))
-        # The answer of a moment ago.
+        # The cached answer.
         assert backend.space() == limited
     with contextlib.closing(open_backend(hdfs_url)) as backend:
         after = backend.space()

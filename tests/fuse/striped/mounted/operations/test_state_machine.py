@@ -1,4 +1,4 @@
-"""The file system against an obviously right model in memory, by random sequences of operations."""
+"""The file system against a simple model in memory, by random sequences of operations."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ def content(seed: int, size: int) -> bytes:
 
 
 class Tree(RuleBasedStateMachine):
-    """`files` and `dirs` are the model; `readers` are open files with what they must read."""
+    """State machine: `files` and `dirs` are the model, `readers` open files with their content."""
 
     readers = Bundle("readers")
 
@@ -169,7 +169,7 @@ class Tree(RuleBasedStateMachine):
         path = self.path(self.some_dir(where), name)
         if path in self.files:
             self.driver.truncate(path, 0)
-            # Cutting nothing off changes nothing: an empty file was an ordinary one before.
+            # Truncating to the same size changes nothing: an empty file was an ordinary one before.
             self.note_written(path, b"")
 
     @rule(where=st.integers(0, 9), name=NAMES)

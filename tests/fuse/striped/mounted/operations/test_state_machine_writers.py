@@ -1,4 +1,4 @@
-"""Several writers and readers, another node and restarts of the server against a model."""
+"""Several writers and readers, another node and restarts of the server, against a model."""
 
 import errno
 import os
@@ -32,17 +32,17 @@ SIZES = st.one_of(
 
 @dataclass(eq=False)
 class Writer:
-    """A file that is being written, as the model has it."""
+    """File that is being written, in the model."""
 
     file: tuple[int, int]
     name: str
     data: bytes
     expects: int | None
-    """The generation that must still be the file's when this is published."""
+    """Generation that must still be the file's when this is published."""
     is_dirty: bool = True
     is_detached: bool = False
     is_resumed: bool = False
-    """Whether the server that goes on must read what was written before."""
+    """Whether a new server must read the bytes written before."""
     doomed: int = 0
 
     @property
@@ -51,7 +51,7 @@ class Writer:
 
 
 class Writers(RuleBasedStateMachine):
-    """`files` is what every node must see: name -> generation and content."""
+    """State machine: `files` is what every node must see, by name: generation and content."""
 
     writers = Bundle("writers")
     readers = Bundle("readers")
@@ -91,7 +91,7 @@ class Writers(RuleBasedStateMachine):
         return self.files.get(writer.name, (0, b""))[0] != writer.expects
 
     def publish(self, writer: Writer, call: Callable[[], object]) -> None:
-        """`call` publishes."""
+        """Publish by calling `call`."""
         if self.is_stale(writer):
             writer.doomed = errno.ESTALE
         if writer.doomed:
@@ -101,7 +101,7 @@ class Writers(RuleBasedStateMachine):
         if writer.is_dirty and not writer.is_detached:
             self.note_published(writer)
         elif writer.is_detached and len(writer.data) > UNIT:
-            # Stored, to be read back by who has it open.
+            # Stored, to be read back by processes that have it open.
             writer.is_dirty = False
 
     def note_published(self, writer: Writer) -> None:
@@ -155,7 +155,7 @@ class Writers(RuleBasedStateMachine):
             self.open.remove(writer)
 
     def read_what_was(self, writer: Writer) -> None:
-        """The server needs what a writer will add to, which must still be there."""
+        """Read the file that a writer adds to, which must still exist."""
         is_there = self.files.get(writer.name, (0, b""))[0] == writer.expects
         if writer.is_resumed and not (writer.is_detached or writer.doomed or is_there):
             writer.doomed = errno.ESTALE
@@ -229,7 +229,7 @@ class Writers(RuleBasedStateMachine):
 
     @rule()
     def kill_and_go_on(self) -> None:
-        """The process is gone, with what it had in memory; the kernel's handles are not."""
+        """Replace the server's process; its memory is lost, and the kernel's handles are not."""
         self.here.journal.close()
         self.before.append(self.here)
         self.here = Restartable(self.root)
@@ -241,7 +241,7 @@ class Writers(RuleBasedStateMachine):
             else:
                 writer.is_resumed = True
                 if writer.expects is None:
-                    # It goes on from what is published, which must then still be there.
+                    # It goes on from the published file, which must still exist then.
                     writer.expects = self.files.get(writer.name, (-1, b""))[0]
 
     @invariant()
@@ -251,7 +251,7 @@ class Writers(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("size", [1, 3 * UNIT + 1], ids=["plain", "striped"])
 def test_a_writer_hears_after_a_restart_that_its_renamed_file_was_replaced(size: int) -> None:
-    """Found by the state machine below, by chance: EIO, not ESTALE."""
+    """Regression (state machine): EIO instead of ESTALE."""
     state = Writers()
     try:
         writer = state.begin(name="a", appends=False, size=size, seed=1)
