@@ -10,6 +10,6 @@ from bootseer.store import Store, open_store
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    """An empty store in a folder."""
+    """Empty store in a folder."""
     with open_store(str(tmp_path / "store")) as opened:
         yield opened

@@ -46,7 +46,7 @@ def test_when_a_start_is_worth_a_record() -> None:
     assert not is_worthwhile(good, 1, "ready")
     assert is_worthwhile(missed, MERGED_TRACE_COUNT, "unmount")
     assert is_worthwhile(wasteful, 1, "window")
-    # It may have failed half-way, and further traces would change nothing.
+    # The start may have failed half-way, and further traces would change nothing.
     assert not is_worthwhile(wasteful, 1, "unmount")
     assert not is_worthwhile(wasteful, MERGED_TRACE_COUNT, "ready")
     assert is_worthwhile(BundleAccuracy(0, 100, 0), 1, "ready")

@@ -65,7 +65,7 @@ def test_the_one_that_shares_most_is_chosen() -> None:
     small = SimilarImage(B, 9, (LayerStream(C, 10),))
     large = SimilarImage(C, 1, (LayerStream(D, 5000), LayerStream(B, 1000)))
     assert choose_similar(own, [small, large]) == large
-    # A stream of the same name and another length is none of ours.
+    # A stream of the same name and another length is a different one.
     assert choose_similar(own, [small, SimilarImage(C, 1, (LayerStream(B, 5000),))]) == small
     assert choose_similar(own, [SimilarImage(B, 1, ()), SimilarImage(C, 2, ())]) == SimilarImage(
         C, 2, ()
@@ -134,7 +134,7 @@ HOT = [*BASE[:10], *CODE, *PACKAGES[5:30]]
 
 
 class NodeAndStore:
-    """A node and its store."""
+    """Node and its store."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -151,7 +151,7 @@ class NodeAndStore:
         return record
 
     def record(self, reference: str) -> None:
-        """A first start."""
+        """Make a first start, which is recorded."""
         with mounted(self.settings, reference, self.base / "mnt") as image:
             self.read(image.directory)
         assert wait_published(self.settings, 30)
@@ -176,7 +176,7 @@ def later(members: Sequence[Member]) -> list[Member]:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> NodeAndStore:
-    """train:v1 has been started once."""
+    """Node and store after one start of train:v1."""
     require("fuse")
     made = NodeAndStore(tmp_path_factory.mktemp("recorded"))
     made.v1 = made.index("train:v1", (BASE, PACKAGES, CODE)).index_digest
@@ -228,7 +228,7 @@ def test_a_rebuilt_image_starts_with_the_old_bundle(
     assert wait_published(node.settings, 30)
     with node.store() as store:
         pointer = hot_store.read_pointer(store, new.index_digest, "train")
-    # What the old bundle missed is worth one of its own; a perfect one is not.
+    # A bundle with misses is replaced; a perfect one is not.
     assert (pointer is not None) == (prefetch["recall"] < 0.95)
 
 
@@ -255,7 +255,7 @@ def test_damage_costs_one_warning_and_the_help(node: NodeAndStore, damage: str) 
             path.chmod(0o600)
             path.write_bytes(path.read_bytes()[:-20])
     elif damage == "foreign":
-        # It names an image that was never indexed.
+        # The record names an image that was never indexed.
         record = FORM.encode(SimilarImages((SimilarImage(D, 1, stranger.streams),)))
         node.stored(hot_store.name_key("train", "train")).write_bytes(record)
         foreign = replace(pointer, index_digest=D)

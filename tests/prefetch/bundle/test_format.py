@@ -113,7 +113,7 @@ def test_damaged_header_is_refused(data: st.DataObject) -> None:
 
 
 def forged(frames: list[tuple[int, int, int]], extents: list[tuple[int, int, int]]) -> bytes:
-    """A header whose checksum is right and whose content is not."""
+    """Return a header with a right checksum and wrong content."""
     raw = b"".join(struct.pack("<III32s", *frame, b"d" * 32) for frame in frames)
     raw += b"".join(struct.pack("<QII", *extent) for extent in extents)
     packed = zstandard.ZstdCompressor().compress(raw)

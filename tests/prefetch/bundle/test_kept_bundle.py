@@ -1,4 +1,4 @@
-"""A node that has all of a bundle starts with it although the store cannot be asked."""
+"""A node that has a whole bundle starts with it although the store does not answer."""
 
 import hashlib
 import io
@@ -53,7 +53,7 @@ def test_a_start_without_the_store_uses_the_bundle_that_was_kept(tmp_path: Path)
 
 
 def kept(settings: Settings) -> tuple[str, HotPointer]:
-    """(digest of an index, pointer to its bundle of one frame), which is kept on the node."""
+    """Digest of an index, and pointer to its bundle of one frame, which is kept on the node."""
     digest = "sha256:" + "7" * 64
     header = write_bundle(
         digest, [(BundleExtent(0, 0, 512),)], lambda *place: bytes(512), [io.BytesIO()]

@@ -19,7 +19,7 @@ def _files(**sizes: int) -> list[Member]:
 
 
 def _pages_of(image: Image, plan: PreloadPlan) -> dict[bytes, set[int]]:
-    """The numbers of all pages by path; checks that each is said to be where it is."""
+    """Return the numbers of all pages by path; assert that each has the right place."""
     found: dict[bytes, set[int]] = {}
     for number, pages in enumerate(plan.pieces):
         path = image.tree.path(pages.inode)

@@ -30,7 +30,7 @@ def test_replay_brings_the_hot_bytes_and_nothing_else(image: Image, tmp_path: Pa
     wait_for(lambda: replay.has_ended)
     assert replay.error is None
     assert replay.remaining_count == 0
-    # Each range begins wherever its file does, and so may touch one sector more.
+    # A range begins where its file does, and so may touch one sector more.
     assert len(ranges) * 4096 <= replay.fetched_bytes <= len(ranges) * (4096 + 512)
     streams.close()
     again = image.streams(tmp_path / "cache")

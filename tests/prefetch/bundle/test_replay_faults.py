@@ -53,7 +53,7 @@ def is_bundle(key: str) -> bool:
 
 
 class Gate:
-    """Holds each read of a bundle until it is let through, and keeps what arrived."""
+    """Store whose reads of a bundle wait until they are let through; records the reads."""
 
     def __init__(self, image: Image) -> None:
         self._image = image
@@ -71,7 +71,7 @@ class Gate:
 def held_back(
     image: Image, streams: ImageBytes, bundle: tuple[str, bytes]
 ) -> tuple[Gate, BundleReplay]:
-    """A replay all of whose workers wait for the store, and what lets them go on."""
+    """Start a replay whose workers all wait for the store; return the gate and the replay."""
     gate = Gate(image)
     replay = image.replay(streams, *bundle)
     replay.start()
@@ -83,7 +83,7 @@ def test_a_fault_is_read_while_all_of_the_prefetch_hangs(
     image: Image, streams: ImageBytes, bundle: tuple[str, bytes]
 ) -> None:
     gate, replay = held_back(image, streams, bundle)
-    # Nothing of the bundle comes, and nothing waits for it.
+    # No byte of the bundle comes, and no read waits for it.
     found = streams.read(*image.place("middle", 5, 9))
     assert bytes(found) == image.contents["middle"][5:14]
     assert [is_bundle(key) for key, _, _ in image.reads] == [True] * WORKERS + [False]
@@ -96,7 +96,7 @@ def test_faults_on_the_bundle_go_before_all_that_is_queued(
     image: Image, streams: ImageBytes, bundle: tuple[str, bytes]
 ) -> None:
     gate, replay = held_back(image, streams, bundle)
-    # What is wanted last of all is read at once.
+    # A range that is wanted last of all is read at once.
     piece = HOT[-1]
     (number,) = replay._file.frames_for(*image.place("big", *piece))
     chunk = replay._chunks[number]
@@ -116,9 +116,9 @@ def test_faults_on_the_bundle_go_before_all_that_is_queued(
 def test_faults_are_not_starved_by_a_slow_store(
     image: Image, streams: ImageBytes, bundle: tuple[str, bytes]
 ) -> None:
-    """Between a fault and its read, no more is read for the prefetch than was under way."""
+    """Between a fault and its read, only prefetches that were under way are read."""
     gate, replay = held_back(image, streams, bundle)
-    # One in each frame of the blob.
+    # One range in each frame of the blob.
     for offset in (50, 140_000, 280_000):
         before = len(image.reads)
         streams.read(*image.place("middle", offset, 9))
@@ -247,7 +247,7 @@ def test_a_disk_that_becomes_full_ends_the_bundle(
     gate.let(1)
     wait_for(lambda: replay.has_ended)
     gate.let(10**6)
-    # What was under way then is used, and no more is fetched.
+    # Reads under way are used, and no more are started.
     frames = replay.bundle.frames
     wait_for(lambda: all(replay._file.has(number) for number in range(WORKERS)))
     before = len(image.reads)
@@ -265,7 +265,7 @@ def test_a_disk_with_room_again_is_used_again(
     image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = FullDisk(monkeypatch)
-    # Full when the server starts, then free, full amid its life, and free again.
+    # Full when the server starts, then free, full again later, and free again.
     streams = image.streams(tmp_path / "cache", try_again_s=0.0)
     for turn, offset in enumerate(range(0, 2_000_000, 500_000)):
         disk.is_full = turn % 2 == 0
@@ -287,7 +287,8 @@ def test_a_fault_waits_for_the_bundle_for_a_part_of_its_deadline_only(
     deadline_s: float,
     wait_s: float,
 ) -> None:
-    """The rest is for the blobs: a bundle in a store that hangs is no reason to fail."""
+    """The rest of the deadline is for the blobs, so that a hanging bundle does not fail the
+    read."""
     streams = image.streams(tmp_path / "cache", deadline_s=deadline_s)
     release = threading.Event()
 
@@ -329,7 +330,7 @@ def test_a_bundle_that_was_given_up_is_not_fetched_any_further(
 def begin_two(
     image: Image, streams: ImageBytes, bundle: tuple[str, bytes], cache_dir: Path, lock: Path
 ) -> tuple[Gate, BundleReplay, BundleReplay, ImageBytes]:
-    """Two servers of a node begin to replay: the gate, the leader, the follower and its streams."""
+    """Start replays of two servers of a node; return gate, leader, follower and its streams."""
     gate = Gate(image)
     first = image.replay(streams, *bundle, lock)
     first.start()
@@ -361,11 +362,11 @@ def test_a_follower_goes_on_where_the_leader_stopped(
     gate, first, second, other = begin_two(image, streams, bundle, tmp_path / "cache", lock)
     gate.let(3)
     wait_for(lambda: first.fetched_bytes > 0 and len(image.reads) == WORKERS + 3)
-    # A fault of the follower is not held up for long by a leader that gets nothing.
+    # A leader without any bytes does not hold up the follower's fault for long.
     thread = threading.Thread(target=check, args=(image, other, HOT[-1:]))
     thread.start()
     wait_for(lambda: len(image.reads) > WORKERS + 3)
-    # The leader ends, with its reads still under way.
+    # The leader ends while its reads are under way.
     streams.close()
     gate.let(10**6)
     thread.join(60)

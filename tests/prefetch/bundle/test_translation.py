@@ -1,4 +1,4 @@
-"""Bundles of one image used for another: translation against the bytes themselves."""
+"""Bundles of one image used for another: translation compared with the bytes themselves."""
 
 import hashlib
 import io
@@ -32,7 +32,7 @@ OLD, NEW = "sha256:" + "1" * 64, "sha256:" + "2" * 64
 
 @dataclass
 class Image:
-    """A tree and the streams that it lies in."""
+    """Tree and the streams that hold its files."""
 
     tree: Tree
     streams: list[bytes]
@@ -51,7 +51,7 @@ class Image:
 
 
 def image_of(*layers: Sequence[Member]) -> Image:
-    """An image as it is indexed: each layer's stream is its tar."""
+    """Return an image as it is indexed: each layer's stream is its tar."""
     tars = [tar_of(layer) for layer in layers]
     tree = merge([pack_layer(io.BytesIO(tar), io.BytesIO(), diff_id=digest(tar)) for tar in tars])
     by_digest = {digest(tar): tar for tar in tars}
@@ -61,7 +61,7 @@ def image_of(*layers: Sequence[Member]) -> Image:
 def bundle_of(
     image: Image, ranges: Sequence[tuple[int, int, int]], frame_bytes: int = 2**19
 ) -> tuple[Bundle, bytes]:
-    """A bundle of these ranges of streams, and its only part."""
+    """Return a bundle of these ranges of streams, and its only part."""
     lengths = [len(stream) for stream in image.streams]
     part = io.BytesIO()
 
@@ -111,7 +111,7 @@ def sectors_of_files(image: Image, paths: Sequence[bytes]) -> set[tuple[int, int
 
 
 def files(seed: int, count: int, folder: str) -> list[Member]:
-    """Files of 1 to 20000 random bytes."""
+    """Return files of 1 to 20000 random bytes."""
     chance = random.Random(seed)
     return [
         Member(f"{folder}/file-{number}", data=chance.randbytes(chance.randint(1, 20_000)))
@@ -124,7 +124,7 @@ HOT = [m.name.encode() for m in (*BASE[5:15], *CODE[:10], *PACKAGES[10:40], *COD
 
 
 def touched(member: Member) -> Member:
-    """The same file, built later."""
+    """Return the same file, built later."""
     return Member(member.name, data=member.data, mtime=member.mtime + 77)
 
 
@@ -202,7 +202,8 @@ def test_of_a_huge_bundle_only_the_beginning_is_used(monkeypatch: pytest.MonkeyP
 
 @st.composite
 def odd_images(draw: st.DrawFn, contents: Sequence[bytes]) -> Image:
-    """Files laid out as no tar would: with holes, off sectors, back to back, in several streams."""
+    """Draw an image whose files lie as in no tar: with holes, off sectors, adjacent, in many
+    streams."""
     chosen = draw(st.lists(st.integers(0, len(contents) - 1), min_size=1, max_size=6))
     streams = [bytearray() for _ in range(draw(st.integers(1, 2)))]
     inodes = [Inode(0o40755)]
@@ -216,7 +217,7 @@ def odd_images(draw: st.DrawFn, contents: Sequence[bytes]) -> Image:
         for end in sorted({*draw(st.lists(st.integers(1, len(data)), max_size=2)), len(data)}):
             if any(data[start:end]):
                 if draw(st.booleans()):
-                    # What no file has, as tar's headers: what comes before is padded.
+                    # Bytes of no file, such as a tar's headers: the file before is padded.
                     stream += bytes(-len(stream) % SECTOR_BYTES)
                     stream += b"h" * draw(st.sampled_from([0, 512, 1, 700]))
                 if draw(st.integers(0, 3)):
@@ -237,7 +238,7 @@ def odd_images(draw: st.DrawFn, contents: Sequence[bytes]) -> Image:
     if len(kept) < len(names):
         names = [(b"x%d" % number, number) for _, number in names]
     for stream in streams:
-        # A tar ends with zeros; one that is cut off ends with its last file.
+        # A tar ends with zeros; a truncated one ends with its last file.
         if draw(st.booleans()):
             stream += bytes(-len(stream) % SECTOR_BYTES + 1024)
     blobs = [
@@ -275,7 +276,7 @@ def test_what_is_translated_is_right_however_files_lie(
 
 
 def test_zeros_behind_a_file_end_with_its_sector() -> None:
-    """Found by the test above: what followed a file that ended with a sector was taken for them."""
+    """Regression: bytes behind a file that ended with a sector were taken for its padding."""
     data = random.Random(1).randbytes(SECTOR_BYTES - 1)
 
     def image(stream: bytes, start: int) -> Image:

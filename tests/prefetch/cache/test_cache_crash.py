@@ -1,6 +1,6 @@
-"""A crash of the machine, simulated: another boot id, and pages of any file lost or torn.
+"""Simulated crash of the machine: another boot id, and lost or torn pages of any file.
 
-Whatever was lost, no wrong byte may be served, and what is intact must be found again.
+No wrong byte may be served, and intact content must be found again.
 """
 
 import random
@@ -25,7 +25,7 @@ HEADER = 64
 
 
 def crash(tmp_path: Path) -> Path:
-    """Simulate a crash of the machine after all was written back. Return the stream's folder."""
+    """Simulate a crash of the machine after everything was written back. Return return the stream's folder."""
     folder = tmp_path / FOLDER
     damage(folder / "sums", 12, struct.pack("<I16s", 0, b"another boot id!"))
     return folder
@@ -46,7 +46,7 @@ def piece(number: int) -> bytes:
 
 
 def check(stream: CachedStream, expected: Iterable[int] | None = None) -> None:
-    """No wrong byte is served; where it is known, just these pieces are here."""
+    """Assert that no wrong byte is served, and that only the pieces `expected` are here."""
     found: set[int] = set()
     for start in range(0, LENGTH, PAGE):
         count = min(PAGE, LENGTH - start)
@@ -72,7 +72,7 @@ def test_only_what_is_intact_is_believed(tmp_path: Path) -> None:
     stream = opened(tmp_path)
     assert not stream.holds_now(1, 2)
     check(stream, (1, 4, 5, len(PIECES) - 1))
-    # What was lost is fetched, and all is here.
+    # The lost pieces are fetched, and the stream is complete.
     assert stream.missing(0, 11 * PAGE) == [0]
     for number in stream.missing(0, LENGTH):
         assert stream.put(number, piece(number))

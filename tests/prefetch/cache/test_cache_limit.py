@@ -52,7 +52,7 @@ def test_the_longest_unused_goes_first_and_what_is_in_use_stays(tmp_path: Path) 
 
 
 def test_what_a_container_nests_deeply_ends_no_counting(tmp_path: Path) -> None:
-    """Deeper than Python recurses, and than a path can say."""
+    """Deeper than Python's recursion limit, and than a path can be."""
     deep = tmp_path / "containers/c"
     deep.mkdir(parents=True)
     (tmp_path / "streams").mkdir()

@@ -36,7 +36,7 @@ CODE = b"print('the code of the image')\n" * 4000
 
 
 def packed(base: Path, content: bytes) -> tuple[Tree, Store]:
-    """An image of one file, in a store of its own."""
+    """Return an image of one file in a store of its own."""
     (base / "root").mkdir(parents=True)
     (base / "root" / "code").write_bytes(content)
     with (base / "blob").open("wb") as sink:
@@ -68,7 +68,7 @@ def hostile(tmp_path: Path) -> tuple[Tree, Store]:
 
 
 def lying(hostile: Tree, honest: Tree) -> list[Blob]:
-    """The hostile image's frames, called as the honest one's stream."""
+    """Return the hostile image's frames under the name of the honest image's stream."""
     (own,), (other,) = hostile.blobs, honest.blobs
     assert own.stream_length == other.stream_length
     return [replace(own, stream_digest=other.stream_digest)]
@@ -88,7 +88,7 @@ def test_a_lying_index_reads_nothing_of_another_image(
     assert read_code(honest[0].blobs, *honest, tmp_path / "cache") == CODE
     blobs = lying(hostile[0], honest[0])
     assert b"wrong" in read_code(blobs, *hostile, tmp_path / "cache")
-    # As what a node has pulled is named: stored nowhere.
+    # Named like a pulled stream, which no store has.
     without_frames = [replace(honest[0].blobs[0], frames=(), size_bytes=0)]
     with pytest.raises(CorruptError, match="stored nowhere"):
         read_code(without_frames, *honest, tmp_path / "cache")
@@ -146,7 +146,7 @@ def test_what_a_node_pulled_serves_the_index_made_of_it(
     indexes = [node.start(f"oci:{layout.directory}")[0].record.index_digest for node in nodes[:2]]
     for node, index in zip(nodes, indexes, strict=False):
         publish_node_image(node.settings, index)
-    # The second one finds the layer in the store, and has pulled it itself.
+    # The second node finds the layer in the store, and has pulled it itself.
     assert [fetched_bytes(node, layout) > 0 for node in nodes] == [False, False, True]
 
 
@@ -187,8 +187,10 @@ def test_of_many_nodes_of_a_first_start_each_layer_is_packed_by_one(
 
 @pytest.fixture
 def other_frames(tmp_path: Path, layout: LayoutBuilder) -> tuple[PullingNode, str]:
-    """A node that has pulled a layer which another one published, in frames of its own; and the
-    digest of the index that the store has."""
+    """Return a node that has pulled a layer which another node published with other frames.
+
+    The digest is that of the index in the store.
+    """
     first, second = (
         PullingNode(tmp_path / name, tmp_path / "store") for name in ("first", "second")
     )
@@ -263,7 +265,7 @@ def image(tmp_path: Path) -> Image:
 
 
 def wrong_bundle(image: Image, monkeypatch: pytest.MonkeyPatch) -> tuple[str, bytes]:
-    """A bundle whose pages are not the image's, but which is right by its own digests."""
+    """Make a bundle with other pages than the image's, but with right digests of its own."""
     with monkeypatch.context() as patch:
         read = ImageBytes.read
         patch.setattr(
@@ -287,7 +289,7 @@ def test_a_wrong_bundle_serves_its_own_image_alone(
     replay.start()
     wait_for(lambda: replay.has_ended)
     assert replay.error is None
-    # As another image with the same layer, and whoever builds a bundle, read it.
+    # As another image with the same layer, and the building of a bundle, read it.
     others = ImageBytes(image.tree.blobs, image.store.read_into, NodeCache(tmp_path / "cache"))
     for offset, length in HOT:
         right = image.contents["big"][offset : offset + length]
@@ -311,11 +313,11 @@ def test_a_wrong_bundle_is_found_as_its_frames_come(
         wait_for(lambda replay=replay: replay.has_ended)  # type: ignore[misc]
     assert read_big(image, streams, *HOT[0]) != image.contents["big"][:4096]
     with caplog.at_level(logging.ERROR):
-        # A fault beside a hot page brings the frame that holds both.
+        # A fault beside a hot page fetches the frame that holds both.
         assert read_big(image, streams, 8192, 100) == image.contents["big"][8192:8292]
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "not those of the image" in caplog.text
-    # Also where the same was believed by another process.
+    # Also if another process has believed the same bundle.
     for opened in (streams, follower):
         for offset, length in HOT:
             right = image.contents["big"][offset : offset + length]
@@ -343,7 +345,7 @@ def test_a_refuted_bundle_is_believed_by_no_server_of_the_node(
     assert reading.wait(60)
     replays[1].start()
     wait_for(lambda: replays[1].has_ended)
-    # The first one finds it wrong, while the second one's bytes are on their way.
+    # The first server finds it wrong while the second one's bytes are under way.
     assert read_big(image, first, 8192, 100) == image.contents["big"][8192:8292]
     held.set()
     wait_for(lambda: replays[0].has_ended)
@@ -369,7 +371,7 @@ def test_a_right_bundle_is_believed_after_a_wrong_one(
     wait_for(lambda: replay.has_ended)
     read_big(image, streams, 8192, 100)
     right = image.publish_bundle([image.place("big", *piece) for piece in HOT])
-    # While the server that found the wrong one lives on.
+    # While the server that found the wrong page lives on.
     again = image.streams(tmp_path / "cache")
     following = image.replay(again, *right)
     following.start()
@@ -436,7 +438,7 @@ def test_the_fill_compares_what_a_bundle_brought(
     cache = NodeCache(tmp_path / "cache")
     assert len(cache.streams()) == 2
     streams.close()
-    # Nothing of the bundle is needed any more.
+    # The bundle is not needed any more.
     assert len(cache.streams()) == 1
 
 

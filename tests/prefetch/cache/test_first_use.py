@@ -1,7 +1,6 @@
-"""Bits that a disk flips in the node's cache are found when a process first uses their pieces.
+"""Bits that the disk flips in the node's cache are found at a process's first use of a piece.
 
-The read that finds them reads more than was asked for: whole pieces. What comes out of it is
-compared here with what was written.
+That read covers whole pieces. Its result is compared here with the bytes that were written.
 """
 
 from contextlib import ExitStack, closing

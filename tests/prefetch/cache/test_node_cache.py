@@ -1,4 +1,4 @@
-"""The node cache: against a model, shared by processes, after crashes, on a full disk."""
+"""Node cache: against a model, shared by processes, after crashes, on a full disk."""
 
 import os
 import signal
@@ -241,7 +241,7 @@ def test_trim_removes_what_killed_processes_left(tmp_path: Path) -> None:
 
 
 def test_streams_are_opened_while_others_are_removed(tmp_path: Path) -> None:
-    """A folder that goes between two steps of who opens it is made anew."""
+    """A folder that vanishes between two steps of an open is made again."""
     over = threading.Event()
 
     def remove() -> None:
@@ -296,11 +296,11 @@ def test_nobody_waits_while_the_last_user_syncs(
     first.close()
     (second,) = others
     assert second.read(0, LENGTH) == STREAM
-    # Not clean: the second one may write.
+    # Not clean, since the second one may write.
     assert _sums(tmp_path).read_bytes()[12] == 0
     second.close()
     assert _sums(tmp_path).read_bytes()[12] == 1
-    # What is only read stays so.
+    # Read-only streams stay clean.
     third = opened(tmp_path)
     assert third.read(0, LENGTH) == STREAM
     assert _sums(tmp_path).read_bytes()[12] == 1

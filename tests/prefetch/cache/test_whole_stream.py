@@ -1,4 +1,4 @@
-"""Streams that arrive whole: visible at once, completed in place, swept when their writer dies."""
+"""Whole streams: visible at once, completed in place, removed after their writer's death."""
 
 import os
 import random
@@ -160,7 +160,7 @@ def test_one_pulls_and_the_others_find_it(tmp_path: Path) -> None:
 
 @pytest.mark.needs("mount", "fuse")
 def test_no_more_is_removed_than_a_new_stream_needs(tmp_path: Path) -> None:
-    """A layer may say that it is small, and what others keep is fetched again."""
+    """A layer may claim to be small, and removed streams have to be fetched again."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", tmp_path], check=True)
     try:
         cache = NodeCache(tmp_path)

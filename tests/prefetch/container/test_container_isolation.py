@@ -20,8 +20,8 @@ pytestmark = pytest.mark.needs("mount", "fuse")
 
 HOST_FILES = ("/etc/hosts", "/etc/resolv.conf")
 
-# Each attempt gives the name of the error that it met, or "done". Files are opened for writing, but
-# nothing is written: a container that is not isolated must not break the machine of the test.
+# Each attempt returns the name of its error, or "done". Files are opened for writing, but no byte
+# is written: a container that is not isolated must not break the machine.
 ATTEMPTS = """
 import ctypes, errno, json, os, platform, socket, stat, struct, sys
 
@@ -99,7 +99,7 @@ call("pivot_root", b"/point", b"/point")
 call("klogctl", 3, ctypes.create_string_buffer(64), 64)
 call("reboot", 0)  # CAD off: of a PID namespace it is refused as invalid, with the right to it
 
-# Kernel interfaces: numbers of asm-generic and x86-64 differ below 424.
+# Kernel interfaces; the numbers of asm-generic and x86-64 differ below 424.
 x86 = platform.machine() == "x86_64"
 system_call("add_key", 248 if x86 else 217, b"user", b"hostile", b"x", ctypes.c_size_t(1), -2)
 system_call("keyctl", 250 if x86 else 219, 0, -3, 0)
@@ -114,7 +114,7 @@ system_call("fsopen", 430, b"tmpfs", 0)
 system_call("mount_setattr", 442, -100, b"/etc/hosts", 0, struct.pack("=QQQQ", 0, 1, 0, 0), 32)
 new_user = struct.pack("=QQQQQQQQ", 0x10000000, *[0] * 7)
 system_call("clone3", 435, ctypes.create_string_buffer(new_user), 64)
-# A file handle of the host's root directory, as in the escape that is called Shocker.
+# A file handle of the host's root directory, as in the escape called Shocker.
 handle = struct.pack("=IiQ", 8, 1, 2)
 system_call("open_by_handle_at", 304 if x86 else 265, os.open("/etc/hosts", os.O_RDONLY), handle, 0)
 for family in (socket.AF_ALG, socket.AF_VSOCK):
@@ -139,7 +139,7 @@ attempt("ptrace", attach)
 attempt("kill", lambda: os.kill(int(sys.argv[3]), 0))
 
 status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
-# Of mounts on one path the last one shows.
+# The last of several mounts on a path is visible.
 mounts = {line.split()[4]: line.split()[5].split(",") for line in open("/proc/self/mountinfo")}
 print(json.dumps({
     "found": found,
@@ -152,7 +152,7 @@ print(json.dumps({
 
 
 class ContainerNode:
-    """A node whose store has a small Python image."""
+    """Node whose store has a small Python image."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -181,7 +181,7 @@ def runc() -> None:
 
 @pytest.fixture
 def victim() -> Iterator["subprocess.Popen[bytes]"]:
-    """A process of the host."""
+    """Process of the host."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()
@@ -189,7 +189,7 @@ def victim() -> Iterator["subprocess.Popen[bytes]"]:
 
 @pytest.fixture
 def cgroup(victim: "subprocess.Popen[bytes]") -> Iterator[str]:
-    """A control group of the host that the victim is in, by its name; "none" without cgroups v2."""
+    """Name of the victim's control group; "none" without cgroups v2."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         if " - cgroup2 " in line:
             group = Path(line.split()[4], f"bootseer-test-{os.getpid()}")
@@ -205,7 +205,7 @@ def cgroup(victim: "subprocess.Popen[bytes]") -> Iterator[str]:
 
 
 def devices() -> list[tuple[str, int, int, str]]:
-    """Nodes that give the whole machine away: its disk, memory and kernel log, and FUSE."""
+    """Return device nodes that control the machine: its disk, memory, kernel log, and FUSE."""
     root = os.stat("/").st_dev
     return [
         ("b", os.major(root), os.minor(root), "disk"),
@@ -249,7 +249,7 @@ def test_a_device_that_is_bound_can_be_used(node: ContainerNode) -> None:
 
 @pytest.fixture
 def below(tmp_path: Path) -> Iterator[Path]:
-    """A folder in which another file system is mounted."""
+    """Folder in which another file system is mounted."""
     inner = tmp_path / "data/inner"
     inner.mkdir(parents=True)
     namespaces.mount("tmpfs", inner, "tmpfs")

@@ -1,4 +1,4 @@
-"""Containers without root: a user namespace over a FUSE mount made by fusermount3."""
+"""Containers without root: a user namespace over a FUSE mount by fusermount3."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Running commands in images: both runtimes, users, binds, signals, kills, and a job that execs."""
+"""Commands in images: both runtimes, users, binds, signals, kills, and a job that execs."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ RUNTIMES = ("chroot", "runc")
 
 @dataclass
 class ContainerNode:
-    """A node whose store has a small Python image."""
+    """Node whose store has a small Python image."""
 
     settings: Settings
     root: Path
@@ -95,7 +95,7 @@ os.mkdir("/usr/new")
         assert mode == node.root.stat().st_mode & 0o777
         assert len(digest) == 64
     assert (node.root / "etc/passwd").exists()
-    # Its server ends by itself.
+    # Its server ends without a signal.
     wait_for(lambda: not [*live_mounts(node.settings.run_dir)])
 
 
@@ -134,7 +134,7 @@ def test_a_command_that_cannot_be_started(
         bind = ("--bind", f"{tmp_path}:/programs", *options)
         done = node.run("--runtime", runtime, *bind, "--", f"/programs/{program}")
         assert done.returncode == code, (program, done.stderr)
-        # One sentence of ours, and nothing of runc's log.
+        # One sentence of Bootseer, and nothing of runc's log.
         (line,) = done.stderr.splitlines()
         assert f"/programs/{program}" in line
         assert "level=" not in line
@@ -190,9 +190,9 @@ assert os.listdir("/sys/class")
 open("/dev/null", "w").write("x")
 assert len(os.urandom(4)) == 4
 assert os.stat("/tmp").st_mode & 0o7777 == 0o1777
-# A named fault: neither /etc/hosts nor DNS knew the name by which ranks look for their address.
+# Regression: neither /etc/hosts nor DNS had the name by which ranks find their address.
 assert socket.gethostname() == NAME
-# The image's own link leads out of its root: the host's file must not have been touched.
+# The image's link leads out of its root: the host's file must be unchanged.
 assert open("/etc/hosts").read() is not None
 print(len([name for name in os.listdir("/proc") if name.isdigit()]))
 """
@@ -212,7 +212,7 @@ def stop(number, frame):
 signal.signal(signal.SIGTERM, stop)
 os.write(1, b"up\\n")
 while True:
-    # A signal that comes just before a sleep is told behind it.
+    # A signal just before a sleep is handled after it.
     time.sleep(0.02)
 """
     with node.start(runtime, code) as process:
@@ -224,7 +224,7 @@ while True:
 
 
 def the_mount(node: ContainerNode) -> tuple[Path, MountState]:
-    """Once the servers of earlier containers are gone, which end by themselves."""
+    """Return the only mount and its state once the servers of earlier containers have ended."""
     wait_for(lambda: len([*live_mounts(node.settings.run_dir)]) == 1, "the end of earlier servers")
     return next(iter(live_mounts(node.settings.run_dir)))
 
@@ -271,7 +271,7 @@ parent, child = os.getpid(), os.fork()
 if child:
     print(child, flush=True)
     os._exit(5)
-# The job's own process is gone; what it left goes on reading.
+# The job's process is gone; a process that it left goes on reading.
 while os.getppid() == parent:
     time.sleep(0.01)
 import decimal
@@ -296,7 +296,7 @@ time.sleep(600)
 def test_what_a_container_wrote_is_removed_however_deep_it_is(
     node: ContainerNode, runtime: str
 ) -> None:
-    """Deeper than Python recurses, and longer than any path may be."""
+    """Deeper than Python's recursion limit, and longer than any path."""
     code = """
 import os
 for _ in range(1500):

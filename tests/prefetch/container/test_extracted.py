@@ -38,7 +38,7 @@ def settings(tmp_path: Path) -> Iterator[Settings]:
     found = settings_at(tmp_path / "node")
     before = set(os.listdir("/proc/self/fd"))
     yield found
-    # The locks that a job would inherit.
+    # Locks that a job would inherit.
     for fd in set(os.listdir("/proc/self/fd")) - before:
         try:
             if os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path)):
@@ -95,7 +95,7 @@ def test_the_store_is_read_in_several_threads(
 def test_an_ordinary_user_gets_an_image_without_its_device_nodes(
     settings: Settings, tmp_path: Path
 ) -> None:
-    """Images that debootstrap has made have /dev/console and the like."""
+    """Images made by debootstrap have /dev/console and other nodes."""
     root = plain(tmp_path, "root", "word")
     (root / "dev").mkdir()
     os.mknod(root / "dev/console", stat.S_IFCHR | 0o600, os.makedev(5, 1))

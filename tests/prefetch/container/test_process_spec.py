@@ -39,7 +39,7 @@ def test_a_command_replaces_cmd_but_not_the_entrypoint() -> None:
     assert arguments_of(image, ("train", "1")) == ("/entry", "-x", "train", "1")
     assert arguments_of(image, ("x",), "/other") == ("/other", "x")
     assert arguments_of(image, ("x",), "") == ("x",)
-    # As docker does: CMD belongs to the entrypoint that it came with.
+    # As in docker, CMD belongs to the entrypoint that it came with.
     assert arguments_of(image, (), "/other") == ("/other",)
     for nothing in (config(), None), (image, ""):
         with pytest.raises(InvalidInputError, match="no command"):
@@ -157,10 +157,10 @@ def test_runtime_configuration() -> None:
         "source": "/s",
         "options": ["rbind", "rprivate", "ro"],
     }
-    # Not recursively: what the host has mounted below its /sys, such as cgroups, could be written.
+    # Not recursively, since mounts below the host's /sys, such as cgroups, would be writable.
     (system,) = [one for one in found["mounts"] if one["destination"] == "/sys"]
     assert system["options"] == ["bind", "nosuid", "noexec", "nodev", "ro"]
-    # As containerd and Docker have them; a container reads none of these, whatever the kernel.
+    # The list of containerd and Docker; a container reads none of these on any kernel.
     assert set(found["linux"]["maskedPaths"]) == {
         *("/proc/acpi", "/proc/asound", "/proc/kcore", "/proc/keys", "/proc/latency_stats"),
         *("/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats"),

@@ -1,4 +1,4 @@
-"""A node, an image of odd layers, and how both ways into the store are walked."""
+"""Fixtures: a node, an image of odd layers, and images indexed through the store."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ TAG = "latest"
 
 
 def big(name: str, size_bytes: int = 3_000_000) -> bytes:
-    """A layer that does not compress."""
+    """Return a layer that does not compress."""
     return tar_of([Member(f"{name}/{i}", data=os.urandom(size_bytes // 3)) for i in range(3)])
 
 
@@ -41,6 +41,6 @@ def index(source: str, store: Path, work_dir: Path, reference: str | None = None
 
 
 def indexed_contents(source: str, base: Path) -> tuple[ImageRecord, dict[str, bytes]]:
-    """The same by way of the store, read by a node that has nothing."""
+    """Index an image, and return its record and content as read by a new node."""
     record = index(source, base / "store", base / "work")
     return record, PullingNode(base / "node", base / "store").start(record.reference)[1]

@@ -28,7 +28,7 @@ def test_an_image_of_another_store_does_not_stand_in(tmp_path: Path, root: Path)
     down.settings = replace(down.settings, deadline_s=1.0)
     with pytest.raises(BootseerError):
         down.obtain("image:1")
-    # As it is with one store.
+    # As with a single store.
     note_store(down.settings.cache_dir, DOWN)
     down.obtain("image:1").release()
     assert "starting image image:1 with what this node has of it" in down.said[0]

@@ -37,7 +37,7 @@ def test_a_pulled_image_is_the_indexed_one(
     pulled = node.tree(resolved)
     other = PullingNode(tmp_path / "other" / "node", tmp_path / "other" / "store")
     indexed = other.tree(other.obtain(record.reference))
-    # The numbers are what a trace goes by.
+    # Traces refer to these numbers.
     assert list(pulled.walk()) == list(indexed.walk())
     for number in range(pulled.inode_count):
         assert pulled.extents(number) == indexed.extents(number)
@@ -57,18 +57,18 @@ def test_it_is_published_byte_for_byte_as_if_indexed(
     record = index(source_of(layout), tmp_path / "other", tmp_path / "work")
     assert objects(tmp_path / "store") == objects(tmp_path / "other")
     assert published == record.index_digest
-    # Again, and by another process: nothing is left to do.
+    # Again by another process: there is nothing left to do.
     assert publish_node_image(node.settings, resolved.record.index_digest) == published
     assert publish_node_image(node.settings, published) == published
     again = node.obtain(source_of(layout))
     assert (again.record.index_digest, node.said) == (published, [])
-    # The published image reads what was pulled: nothing but small records comes from the store.
+    # The published image reads the pulled bytes: only small records come from the store.
     shutil.rmtree(tmp_path / "store" / "blobs")
     assert node.contents(again) == indexed_contents(source_of(layout), tmp_path / "third")[1]
 
 
 def unchanged(root: Path) -> Path:
-    """Once the clock of change times has gone on since the last change."""
+    """Wait until the clock has passed the folder's last change; return the folder."""
     newest_ns = max(path.lstat().st_ctime_ns for path in (root, *root.rglob("*")))
     wait_for(lambda: change_time_ns() > newest_ns, "a tick of that clock", interval_s=0.005)
     return root
@@ -106,7 +106,7 @@ def test_a_directory_of_another_node_is_another_one(node: PullingNode, tmp_path:
     (root / "file").write_text("here")
     resolved, _ = node.start(root)
     publish_node_image(node.settings, resolved.record.index_digest)
-    # The same path on a node with disks of its own, where all was written before.
+    # The same path on a node with other disks, on which everything was written before.
     root.rename(tmp_path / "elsewhere")
     root.mkdir()
     (root / "file").write_text("there")
@@ -115,7 +115,7 @@ def test_a_directory_of_another_node_is_another_one(node: PullingNode, tmp_path:
         publish_image(store, replace(record, created_ns=2**62))
     other, contents = PullingNode(tmp_path / "other", tmp_path / "store").start(root)
     assert contents == {"file": b"there"}
-    # A record of the one may help the other nevertheless.
+    # A record of one image may help the other.
     assert name_of(other.record.reference) == name_of(record.reference)
 
 

@@ -107,12 +107,12 @@ def test_a_store_that_is_down(tmp_path: Path, layout: LayoutBuilder) -> None:
     resolved, contents = node.start(source_of(layout))
     assert resolved.is_published
     note_store(down.settings.cache_dir, down.settings.store_url)
-    # Complete: the node needs nobody.
+    # Complete: the node needs no source.
     for image in (source_of(layout), indexed.reference):
         found, again = down.start(image)
         assert (found.record, again) == (indexed, contents)
         assert [line.startswith("warning: ") for line in down.said] == [True]
-    # Incomplete: the source is there still.
+    # Incomplete: the source still exists.
     shutil.rmtree(down.settings.cache_dir / "streams")
     found, again = down.start(source_of(layout))
     assert (found.is_published, again) == (False, contents)
@@ -125,7 +125,7 @@ def test_a_name_that_nobody_knows(node: PullingNode) -> None:
 
 
 def test_a_younger_image_of_the_name_stays(node: PullingNode, tmp_path: Path) -> None:
-    """The tag moved while an old image waited for being published."""
+    """The tag moved while an old image waited for its publication."""
     layout = LayoutBuilder(tmp_path / "image")
     layout.add_image(TARS[:1])
     old = node.obtain(source_of(layout))

@@ -1,4 +1,4 @@
-"""Pulls and publishers that are killed, that meet damage, a full disk or each other."""
+"""Pulls and publishers that are killed or meet damage, a full disk or each other."""
 
 import shutil
 import subprocess
@@ -39,7 +39,7 @@ def test_a_damaged_layer_leaves_nothing(node: PullingNode, tmp_path: Path, damag
         layer.write_bytes(right[:half] + bytes([right[half] ^ 4]) + right[half + 1 :])
     with pytest.raises((CorruptError, NotFoundError)):
         node.obtain(source_of(layout))
-    # The other layer may be here, whole.
+    # The other layer may be here as a whole.
     assert len([path for path in node.left_behind() if "/data" in path]) <= 1
     assert not list((node.settings.cache_dir / "streams").glob("new-*"))
     layer.write_bytes(right)
@@ -58,10 +58,10 @@ def test_a_full_disk(tmp_path: Path) -> None:
         with pytest.raises(NoSpaceError, match="free space or set BOOTSEER_CACHE_DIR"):
             node.obtain(source_of(layout))
         assert node.left_behind() == []
-        # Indexed, it starts all the same: what the disk does not take is read again.
+        # An indexed image starts all the same: bytes that the disk refuses are read again.
         index(source_of(layout), tmp_path / "store", tmp_path / "work")
         assert len(node.start(source_of(layout))[1]) == 3
-        # What nobody uses makes room.
+        # Unused streams make room.
         layout.add_image([big("b", 5_000_000)], tag="small")
         layout.manifests = layout.manifests[-1:]
         layout.write_index()
@@ -101,7 +101,7 @@ def test_kill_9_in_the_middle_of_a_pull(tmp_path: Path) -> None:
         _wait_unless_ended(process, lambda: any(streams.glob("new-*/data")))
         process.kill()
         process.communicate()
-        # Nothing is visible that is not whole.
+        # Only whole objects are visible.
         assert all(
             NodeCache(node.settings.cache_dir).open_whole(stream.key) is not None
             for stream in NodeCache(node.settings.cache_dir).streams()
@@ -128,7 +128,7 @@ def test_kill_9_of_the_publisher(tmp_path: Path) -> None:
         process.kill()
         process.communicate()
         check_records(store)
-        # As if it had run out: nobody else takes over a layer for two minutes.
+        # Make the lease look expired: otherwise a layer is not taken over for two minutes.
         shutil.rmtree(store / "leases", ignore_errors=True)
     assert run_program(PUBLISH, *arguments)
     index(source_of(layout), tmp_path / "other", tmp_path / "work")
@@ -163,7 +163,7 @@ def test_two_starts_at_once_pull_each_layer_once(tmp_path: Path) -> None:
     ]
     said = [process.communicate_checked() for process in started]
     assert all(text.startswith("6 ") for text in said)
-    # A layer may be at hand before another process has begun, so that it says nothing at all.
+    # A layer may be ready before another process has begun, which then prints nothing.
     assert 1 <= sum("pulling it whole" in text for text in said) <= 2
 
 

@@ -1,4 +1,4 @@
-"""Images that take a login are started: by a helper, and with tokens that expire meanwhile."""
+"""Images behind a login: by a credential helper, and with tokens that expire meanwhile."""
 
 import contextlib
 import json
@@ -51,7 +51,7 @@ def test_a_token_expires_while_layers_are_pulled(
         said = []
 
         def say(sentence: str) -> None:
-            # The manifest has been read, and now the layers are.
+            # The manifest has been read, and the layers come next.
             relay.revoke()
             tokens.requests.clear()
             said.append(sentence)
@@ -62,7 +62,7 @@ def test_a_token_expires_while_layers_are_pulled(
         assert len(said) == 1
         assert tokens.requests
         assert set(asked(helper)) == {f"get {relay.host}"}
-        # Who cannot log in gets nothing from the registry, whatever this node has.
+        # Without a login a node gets nothing from the registry, whatever it has itself.
         Path(f"{helper}.locked").touch()
         with pytest.raises(PermissionDeniedError, match="docker login"):
             node.obtain(image)

@@ -1,4 +1,4 @@
-"""Images in a real registry are started, also when it fails on the way or is gone."""
+"""Starts of images in a real registry, also when it fails on the way or is gone."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from bootseer.transfer.pace import Pace
 from tests.support.images.pulled import PullingNode
-# A layer that is late is not asked for twice: the test counts.
+# A late layer is not asked for twice: the test counts requests.
 Pace.has_credit = False
 node = PullingNode(Path(sys.argv[1]), Path(sys.argv[2]))
 print(len(node.start(sys.argv[3])[1]))
@@ -131,12 +131,12 @@ def test_a_registry_that_is_gone(node: PullingNode, registry: Registry, tmp_path
     with FaultyRelay(registry.host) as relay:
         image = f"registry://{relay.host}/gone:v1"
         resolved, contents = node.start(image)
-    # The node has it, though nobody has published it.
+    # The node has it, although it is not published.
     node.settings = structs.replace(node.settings, deadline_s=1.0)
     again, read = node.start(image)
     assert (again.record, read) == (resolved.record, contents)
     assert [line.startswith("warning: ") for line in node.said] == [True]
-    # Others know nothing of it ...
+    # Other nodes do not know it ...
     other = PullingNode(tmp_path / "second", tmp_path / "store")
     other.settings = structs.replace(other.settings, deadline_s=1.0)
     with pytest.raises(UnavailableError):

@@ -107,7 +107,7 @@ def test_what_is_no_record(data: bytes) -> None:
 
 @pytest.mark.parametrize("encoded", [IMAGE_FORM.encode(RECORD), LAYER_FORM.encode(LAYER)])
 def test_a_flipped_byte_is_noticed(encoded: bytes) -> None:
-    """In whatever place, if it changes what the record says."""
+    """Each byte whose change changes the record's content."""
     decode = IMAGE_FORM.decode if b"bootseer-image" in encoded else LAYER_FORM.decode
     right = decode(encoded, "here")
     for position in range(len(encoded)):
@@ -120,7 +120,7 @@ def test_a_flipped_byte_is_noticed(encoded: bytes) -> None:
 
 
 def test_a_record_without_a_checksum_is_read() -> None:
-    """As releases before wrote it."""
+    """Earlier releases wrote such records."""
     image = json.dumps(unsigned(IMAGE_FORM.encode(RECORD)), indent=1).encode()
     assert IMAGE_FORM.decode(image, "here") == RECORD
     layer = json.dumps(unsigned(LAYER_FORM.encode(LAYER)), indent=1).encode()
@@ -203,7 +203,7 @@ def test_the_tree_is_cached_and_verified_each_time(store: Store, tmp_path: Path)
 
 
 def layers_of(store: Store, count: int) -> tuple[ImageLayer, ...]:
-    """As many layers, whose blobs are in the store."""
+    """Return layers whose blobs are in the store."""
     found = []
     for number in range(count):
         data = b"%d" % number
@@ -217,7 +217,7 @@ def test_the_store_is_asked_for_several_blobs_at_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = replace(RECORD, layers=layers_of(store, 40))
-    # Passed by those only that ask at the same time.
+    # Passed only by calls that are made at the same time.
     others = threading.Barrier(4)
     asking = threading.Semaphore(16)
     size = store.size

@@ -1,5 +1,7 @@
-"""Chain ids are those of the OCI specification; a store's record of one is believed only as far as
-its layers make the chain that it is found under."""
+"""Chain ids as in the OCI specification, and the limited trust in a store's records of them.
+
+A record is believed only as far as its layers make the chain under whose id it is found.
+"""
 
 import hashlib
 import json
@@ -108,7 +110,7 @@ def test_the_record_of_a_later_release_stays(store: Store) -> None:
 def test_the_index_of_a_chain_stays_known_and_is_replaced_by_another(store: Store) -> None:
     chain_id = chain_ids(DIFF_IDS)[-1]
     publish_chain_index(store, DIFF_IDS, DIFF_IDS[0])
-    # An image on top of this chain is indexed: it says nothing of the chain's own index.
+    # An image on top of this chain is indexed, which tells nothing about the chain's own index.
     publish_chains(store, DIFF_IDS)
     assert read_chain(store, chain_id) == Chain(DIFF_IDS, DIFF_IDS[0])
     publish_chain_index(store, DIFF_IDS, DIFF_IDS[1])

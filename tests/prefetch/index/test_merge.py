@@ -1,4 +1,4 @@
-"""Layers are merged as the specification says: an obviously right model, and chosen cases."""
+"""Merging of layers as the specification says: against a simple model, and in chosen cases."""
 
 import stat
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ FILE = stat.S_IFREG | 0o644
 
 @dataclass
 class Entry:
-    """An inode in the model; `uid` says which entry of which layer made it."""
+    """Inode in the model; `uid` is the number of the entry that made it."""
 
     uid: int
     is_dir: bool
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass
 class ModelLayer:
-    """What a layer's tar comes down to: path -> entry (whiteouts too), and links to below."""
+    """Content of a layer's tar: entries by path, whiteouts included, and links to lower layers."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     links: list[tuple[str, str]] = field(default_factory=list)
@@ -62,7 +62,7 @@ def under(path: str, directory: str) -> bool:
 
 
 def model_merge(layers: Sequence[ModelLayer]) -> dict[str, Entry]:
-    """One flat dictionary, every rule spelled out."""
+    """Merge layers into one flat dictionary, with every rule spelled out."""
     state: dict[str, Entry] = {"": Entry(0, True)}
     for layer in layers:
         below = dict(state)
@@ -93,7 +93,7 @@ def check(layers: Sequence[ModelLayer]) -> None:
     tree = merge([layer.packed() for layer in layers])
     expected = model_merge(layers)
     found = {path.decode(): tree.inode(number).uid for path, number in tree.walk()}
-    # The root's own attributes are not unpacked.
+    # The root's attributes are not unpacked.
     assert found == {path: entry.uid if path else 0 for path, entry in expected.items()}
     for path, number in tree.walk():
         entry = expected[path.decode()]
@@ -109,7 +109,7 @@ WHITEOUTS = st.sampled_from([".wh.a", ".wh.b", ".wh..wh..opq", ".wh..wh.plnk"])
 
 @st.composite
 def stacks(draw: st.DrawFn) -> list[ModelLayer]:
-    """Layers over few names, so that they collide."""
+    """Draw layers over few names, so that they collide."""
     uid = 1
     flags: st.SearchStrategy[bool] = st.booleans()
     layers: list[ModelLayer] = []

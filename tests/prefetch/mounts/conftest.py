@@ -1,4 +1,4 @@
-"""A node that has an image of four files to mount, and has not seen it."""
+"""Fixtures for a node that mounts an image of four files for the first time."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ HOT = ("hot-1", "hot-2")
 
 @dataclass
 class IndexedDirectory:
-    """An indexed directory and a node that has not seen it."""
+    """Indexed directory, and a node that has not seen it."""
 
     settings: Settings
     source: Path

@@ -1,4 +1,4 @@
-"""Names and pages of a bundle are the kernel's before they are asked for."""
+"""Names and pages of a bundle are in the kernel before they are asked for."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_one_file_read_brings_the_next_one(recorded: IndexedDirectory) -> None:
     with mounted(recorded.settings, "image:1", recorded.base / "mnt") as image:
         wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)
         checksums_in_child([image.directory / "hot-2"])
-        # What the kernel was given is noted as read: a frame's part of the file that comes next.
+        # Pages given to the kernel are noted as read: a frame's part of the file that comes next.
         wait_for(lambda: image.status()["prefetch"]["precision"] > 0.5)
         before = image.status()["sources"]["cache_bytes"]
         one = image.directory / "hot-1"

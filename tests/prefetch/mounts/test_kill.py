@@ -69,13 +69,13 @@ print(h.hexdigest())
             workers.add(kill_worker(image.status()["worker_pid"]))
             wait_for(lambda: worker_of(image) not in workers | {None})
         assert reader.communicate_checked() == digest_of(node.source / "big") + "\n"
-        # What earlier workers recorded is not lost.
+        # Records of earlier workers are not lost.
         assert image.status()["access_count"] >= BIG_BYTES // (1 << 20)
 
 
 @pytest.mark.needs(linux=(6, 9))
 def test_a_frozen_worker_is_replaced_while_a_job_reads(node: IndexedDirectory) -> None:
-    # The deadline decides after how long a silence the worker is replaced.
+    # The deadline decides when a silent worker is replaced.
     settings = replace(node.settings, deadline_s=20.0)
     with mounted(settings, "image:1", node.base / "mnt") as image:
         worker = image.status()["worker_pid"]
@@ -283,7 +283,7 @@ time.sleep(10)
 """
     process = start_program(code, to_line(node.settings), directory)
     process.communicate(timeout=60)
-    # Ready in the same instant is fine, too: then it is mounted and known.
+    # It may also become ready in the same instant: then it is mounted and known.
     wait_for(
         lambda: (
             (mount_table.find_mount(directory) is None)

@@ -94,7 +94,7 @@ def test_the_cache_is_kept_below_its_limit_but_for_what_is_mounted(node: Indexed
     for name, reference in (("one", "image:1"), ("two", "image:2")):
         with mounted(small, reference, node.base / name, record="never") as image:
             checksums_in_child([image.directory / "big"])
-            # What an earlier start left goes; what is mounted stays, beyond the limit.
+            # Files of earlier starts are removed; the mounted image stays, beyond the limit.
             wait_for(lambda: len(list(streams.glob("*-*"))) == 1)
             (used,) = streams.glob("*-*")
             assert image.status()["cached_bytes"] >= BIG_BYTES
@@ -117,7 +117,8 @@ def test_two_mounts_share_the_cache(node: IndexedDirectory) -> None:
 def test_a_mount_that_got_the_number_of_one_that_is_gone_is_left_alone(
     node: IndexedDirectory,
 ) -> None:
-    """The kernel reuses the number at once: unmounting one image aborted another."""
+    """Regression: the kernel reuses the number at once, and unmounting one image aborted
+    another."""
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(mounted(node.settings, "image:1", node.base / "first"))
         found = mount_table.find_mount(first.directory)

@@ -1,4 +1,4 @@
-"""Mounted images whose store, cache or place fails: an error, in words, and all else is served."""
+"""Mounted images with a failing store, cache or disk: a clear error, and other reads go on."""
 
 import subprocess
 
@@ -31,7 +31,7 @@ def test_damaged_frame_is_an_error_to_the_reader(node: IndexedDirectory) -> None
 
 
 def test_store_goes_away_under_a_reader(node: IndexedDirectory) -> None:
-    # By the simulated network: a blob of a folder that is open is read wherever the folder is.
+    # By the simulated network, since an open blob of a folder stays readable after a rename.
     url = f"limit+{node.settings.store_url}"
     settings = replace(node.settings, deadline_s=5.0, store_url=url)
     with mounted(settings, "image:1", node.base / "mnt") as image:
@@ -39,11 +39,11 @@ def test_store_goes_away_under_a_reader(node: IndexedDirectory) -> None:
         (node.base / "store").rename(node.base / "elsewhere")
         try:
             assert checksums_in_child([image.directory / "cold"])[0].startswith("E")
-            # What is here stays readable.
+            # Local content stays readable.
             read_hot(node, image.directory)
         finally:
             (node.base / "elsewhere").rename(node.base / "store")
-        # What a read has waited for in vain is not waited for again for a moment.
+        # For a moment no read waits for a piece again that another one has waited for in vain.
         right = [digest_of(node.source / "cold")]
         wait_for(lambda: checksums_in_child([image.directory / "cold"]) == right)
 

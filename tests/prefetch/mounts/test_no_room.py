@@ -1,4 +1,4 @@
-"""Starts of images whose cache's disk takes nothing at all: full to the last byte, or read-only."""
+"""Starts of images with a cache on a full or read-only disk."""
 
 import hashlib
 import subprocess
@@ -37,7 +37,7 @@ def settings(node: IndexedDirectory, request: pytest.FixtureRequest) -> Iterator
             (disk / "last").touch()
         else:
             fill(disk)
-        # Where mounts are is memory, as `/run` is.
+        # The run folder is in memory, as `/run` is.
         yield replace(node.settings, cache_dir=disk / "cache")
         sweep(node.settings.run_dir.parent, node.settings)
     finally:
@@ -45,7 +45,7 @@ def settings(node: IndexedDirectory, request: pytest.FixtureRequest) -> Iterator
 
 
 def fill(disk: Path) -> None:
-    """To the last page."""
+    """Fill a disk to the last page."""
     with (disk / "full").open("wb", buffering=0) as file:
         try:
             while True:
@@ -64,7 +64,7 @@ def test_an_image_is_mounted_without_a_cache(node: IndexedDirectory, settings: S
 
 def test_a_container_runs_without_a_cache(node: IndexedDirectory, settings: Settings) -> None:
     done = bootseer(settings, "run", "--image", "image:1", "--", "/nothing")
-    # The image has no program: it got as far as starting one.
+    # The image has no program, so the start ends where it would run one.
     assert done.returncode == 127, done.stderr
     assert "Traceback" not in done.stderr
 

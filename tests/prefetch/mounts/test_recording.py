@@ -17,7 +17,7 @@ def test_record_then_replay_moves_only_the_hot_bytes(node: IndexedDirectory) -> 
         read_hot(node, image.directory)
         assert image.status()["prefetch"] is None
         image.ready()
-        # After the record's end nothing more is recorded.
+        # After the record's end no read is recorded.
         checksums_in_child([image.directory / "cold"])
         wait_for(lambda: image.status()["record"] == "published")
     drop_cache(node.settings)

@@ -20,7 +20,7 @@ _END_S = 30.0
 
 
 def _children() -> set[int]:
-    # Each thread has its own, and some are of other tests and end meanwhile.
+    # Each thread lists its own children; those of other tests may end meanwhile.
     found: set[int] = set()
     for one in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
@@ -86,7 +86,7 @@ signal.pause()
 
 def test_an_image_that_is_not_there_leaves_no_server(tmp_path: Path) -> None:
     settings, before = settings_at(tmp_path), _children()
-    # A sweep would take a folder without a server for left over, and a pull may take minutes.
+    # A sweep would remove a folder without a server, and a pull may take minutes.
     done = bootseer(settings, "run", "--image", "nobody:1", "--", "true")
     assert done.returncode == exit_code_of(NotFoundError(""))
     assert not _children() - before

@@ -1,4 +1,4 @@
-"""A bundle whose pages are not the image's, although all of its digests are right."""
+"""A bundle with other pages than the image's, although all of its digests are right."""
 
 import hashlib
 import io
@@ -59,15 +59,15 @@ def test_a_wrong_bundle_is_found_dropped_and_made_anew(node: IndexedDirectory) -
     with mounted(settings, "image:1", node.base / "mnt") as image:
         wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)
         paths = [image.directory / name for name in hot]
-        # Pages cannot be told from others before the frames that hold them are here.
+        # Wrong pages are only found once the frames that hold them are here.
         assert checksums_in_child(paths) != right
         image.ready()
-        # The background fill brings them: also what the kernel kept is forgotten.
+        # The background fill fetches them: the kernel's pages are dropped, too.
         wait_for(lambda: checksums_in_child(paths) == right)
         assert "not those of" in image.status()["prefetch"]["error"]
         log = log_path(settings.run_dir, image.state.id).read_text()
         assert log.count("brought bytes that are not those of the image") == 1
-    # The next start does without it, and has it made anew from what the index says.
+    # The next start does not use it, and has it made again from the index.
     drop_streams(node)
     with mounted(node.settings, "image:1", node.base / "mnt") as image:
         read_hot(node, image.directory)
@@ -82,7 +82,7 @@ def test_a_wrong_bundle_is_found_dropped_and_made_anew(node: IndexedDirectory) -
 
 
 def test_every_server_of_the_image_drops_what_one_found_wrong(node: IndexedDirectory) -> None:
-    """Also the pages that its kernel has, and although it never compares anything itself."""
+    """Also its kernel's pages, and although that server never compares anything itself."""
     with mounted(node.settings, "image:1", node.base / "mnt") as image:
         read_hot(node, image.directory)
     assert wait_published(node.settings, 30)
@@ -116,7 +116,7 @@ def drop_streams(node: IndexedDirectory) -> None:
 
 
 def test_a_bundle_of_another_store_is_not_believed(node: IndexedDirectory) -> None:
-    """Also where that store has the very same index, so that the image is the same one."""
+    """Also if that store has exactly the same index, so that the image is the same one."""
     with mounted(node.settings, "image:1", node.base / "mnt") as image:
         read_hot(node, image.directory)
     assert wait_published(node.settings, 30)

@@ -1,7 +1,6 @@
-"""Images that mean harm, given to the command line: one sentence, the documented exit code, bounded
-memory, and nothing left behind.
+"""Hostile images on the command line: one sentence, an exit code, bounded memory, no remains.
 
-Here is what reaches across parts; what a single parser refuses is tested beside it
+These tests cover several parts together. Refusals of single parsers are tested beside them
 (`tests/bootseer/blob/test_tar_reader.py`, `sources/`), and names that lead outside in
 `tests/bootseer/cli/failing/test_hostile.py`.
 """
@@ -23,7 +22,7 @@ from testbed.images.odd_tars import END, GNU, block, gnu_long, pax
 from testbed.mounts.image_mounts import TIMEOUT_S, bootseer, settings_at
 
 MEMORY_BYTES_MAX = 400 * 2**20
-"""Of one command. Two packers and their queues take some 150 MiB on two cores."""
+"""Memory of one command; two packers and their queues take some 150 MiB on two cores."""
 
 _MEASURE = """
 import os, resource, sys
@@ -42,7 +41,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def refused(settings: Settings, layout: Path, code: int) -> str:
-    """The one sentence with which `image index` refuses the layout."""
+    """Return the sentence with which `image index` refuses the layout."""
     flags = ["--store", settings.store_url, "--cache-dir", str(settings.cache_dir)]
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, *flags, "image", "index", str(layout)],
@@ -60,7 +59,7 @@ def refused(settings: Settings, layout: Path, code: int) -> str:
     assert len(lines[0]) < 1000
     assert int(memory) < MEMORY_BYTES_MAX
     store = Path(settings.store_url.removeprefix("file://"))
-    # What a killed indexer may leave as well: whole blobs of sound layers, which nothing names.
+    # A killed indexer may leave the same: whole blobs of sound layers without a record.
     left = {path.relative_to(store).parts[0] for path in store.rglob("*") if path.is_file()}
     assert left <= {"blobs"}
     work = settings.cache_dir / "tmp"
@@ -112,7 +111,7 @@ def test_a_decompression_bomb_is_refused(settings: Settings, tmp_path: Path) -> 
 
 
 def test_names_that_imply_directories_without_end(settings: Settings, tmp_path: Path) -> None:
-    """A named fault: a megabyte of a tar, some kilobytes of gzip, took a gigabyte of memory."""
+    """Regression: a megabyte of a tar, some kilobytes of gzip, took a gigabyte of memory."""
     names = (gnu_long(b"L", b"%08x/" % i + b"a/" * 2040) for i in range(250))
     tar = b"".join(name + block(b"x", magic=GNU) for name in names) + END
     sentence = refused(settings, layout_of(tmp_path / "layout", tar), 15)
@@ -122,7 +121,7 @@ def test_names_that_imply_directories_without_end(settings: Settings, tmp_path: 
 def add_image(
     layout: LayoutBuilder, layers: list[dict[str, Any]], diff_ids: list[str], **run: object
 ) -> None:
-    """An image whose documents say just this."""
+    """Add an image with these documents."""
     config = {"rootfs": {"type": "layers", "diff_ids": diff_ids}, "config": run}
     add_manifest(layout, layout.add_document(config, CONFIG_TYPE), layers)
 
@@ -149,7 +148,6 @@ def add_manifest(
 def test_a_layer_that_is_no_tar(
     first_bytes: bytes, code: int, message: str, settings: Settings, tmp_path: Path
 ) -> None:
-    """Whatever its media type says."""
     layout = LayoutBuilder(tmp_path / "layout")
     layer = layout.add_blob(first_bytes, "application/x-unknown")
     add_image(layout, [layer], [digest(first_bytes)])
@@ -217,7 +215,7 @@ def test_hostile_documents_are_refused(
 
 
 def test_what_is_only_odd_is_taken(settings: Settings, tmp_path: Path) -> None:
-    """10,000 variables, keys given twice (the last counts, as in Go), types that nobody knows."""
+    """10,000 variables, repeated keys (the last one counts, as in Go), and unknown types."""
     layout = LayoutBuilder(tmp_path / "layout")
     layer = layout.add_blob(END, "application/x-unknown")
     run = json.dumps({"Env": [f"V{n}=x" for n in range(10_000)], "WorkingDir": "/"})

@@ -1,4 +1,4 @@
-"""Traces of many starts, and when a bundle is made of them. A real store; no mounts."""
+"""Traces of many starts, and the decision to make a bundle; a real store, no mounts."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ FILE_COUNT = 40
 
 @dataclass
 class IndexedImage:
-    """An indexed image and its store."""
+    """Indexed image and its store."""
 
     settings: Settings
     store: Store
@@ -46,7 +46,7 @@ class IndexedImage:
     tree: Tree
 
     def trace(self, *numbers: int, ended: str = "ready", node: str = "n", at_ns: int = 1) -> Trace:
-        """A start that read these files, whole."""
+        """Return the trace of a start that read these files as a whole."""
         files = []
         for number in numbers:
             inode = self.tree.resolve(b"f%d" % number)
@@ -72,7 +72,7 @@ class IndexedImage:
         return pointer
 
     def hot_files(self) -> list[bytes]:
-        """Files of the hot set of the newest bundle, in order."""
+        """Return the files of the newest bundle's hot set in order."""
         data = self.store.read(hot_store.hotset_key(self.pointer().hotset_digest))
         return [hot_range.path for hot_range in hotset.decode(data).ranges]
 
@@ -102,7 +102,7 @@ def site(tmp_path: Path) -> Iterator[IndexedImage]:
 def test_a_bundle_is_made_anew_only_for_what_it_missed(site: IndexedImage) -> None:
     first = site.add(site.trace(*range(20)))
     assert first == site.pointer()
-    # All of it is known, then nineteen twentieths: not worth it.
+    # All files are known, then nineteen twentieths: a record is not worthwhile.
     assert site.add(site.trace(*range(20), node="m")) is None
     assert site.add(site.trace(*range(19), 20, node="o")) is None
     assert site.pointer() == first
@@ -124,8 +124,11 @@ def test_what_two_further_starts_did_not_use_is_dropped(site: IndexedImage) -> N
 def test_what_is_read_elsewhere_in_each_start_is_not_hot(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Random samples of a data file: no bundle can meet them, and frames around them cost more than
-    they are. They were recorded anew by each start, and fetched by each next one."""
+    """Regression: random samples of a data file were recorded by each start and fetched by the
+    next.
+
+    No bundle can match them, and the frames around them cost more than they do.
+    """
     source = tmp_path / "source"
     source.mkdir()
     chance = random.Random(3)
@@ -156,7 +159,7 @@ def test_what_is_read_elsewhere_in_each_start_is_not_hot(
         assert "'data'" in caplog.text
         assert set(site.hot_files()) == {b"f%d" % n for n in range(10)}
         assert pointer.size_bytes < 20 * FILE_BYTES
-        # The next start, which reads other pages again, teaches nothing.
+        # The next start reads other pages again, and adds no information.
         assert site.add(start("d")) is None
         assert site.pointer() == pointer
 
@@ -166,7 +169,7 @@ def test_a_hundred_nodes_at_once(site: IndexedImage) -> None:
     traces = [site.trace(*chance.sample(range(10), 10), node=f"n{number}") for number in range(100)]
     with ThreadPoolExecutor(8) as pool:
         made = [pointer for pointer in pool.map(site.add, traces) if pointer is not None]
-    # One trace of the start is published, and a bundle that holds all that the others read.
+    # One trace of the start is published, and a bundle with all files that the others read.
     assert made == [site.pointer()]
     assert set(site.hot_files()) == {b"f%d" % n for n in range(10)}
     assert site.trace_count() == 1
@@ -225,7 +228,7 @@ def test_the_lease_is_renewed_while_a_bundle_is_built(
 
 
 def test_sixteen_large_traces(site: IndexedImage) -> None:
-    """Five thousand accesses each, in orders that differ a little."""
+    """Five thousand accesses each, in slightly different orders."""
     files = tuple(TracedFile(b"lib/%d" % n, hashlib.sha256(b"%d" % n).digest()) for n in range(125))
     traces = []
     for number in range(16):
@@ -261,7 +264,7 @@ def test_a_damaged_bundle_is_made_anew(site: IndexedImage, damage: str) -> None:
         header_path.write_bytes(data)
     else:
         header_path.unlink()
-    # The same start again: the same bundle, under the same names.
+    # The same start again makes the same bundle under the same names.
     assert site.add(site.trace(1, 2)) is not None
     assert site.pointer().bundle_digest == before.bundle_digest
     lengths = [blob.stream_length for blob in site.tree.blobs]
@@ -274,7 +277,7 @@ def test_a_damaged_frame_is_mended_once(site: IndexedImage) -> None:
     path = site.path(hot_store.part_key(before.bundle_digest, 0))
     path.write_bytes(bytes(path.stat().st_size))
     late = before.created_ns + 1
-    # Two starts that met the damage: the first mends it, the second finds it mended.
+    # Two starts that found the damage: the first repairs it, the second finds it repaired.
     assert site.add(site.trace(1, 2, at_ns=late), renew=True) is not None
     assert site.add(site.trace(1, 2, at_ns=late, node="m"), renew=True) is None
     lengths = [blob.stream_length for blob in site.tree.blobs]
@@ -313,7 +316,7 @@ def test_hostile_traces_are_left_out_or_bounded(
     other = replace(good, index_digest="sha256:" + "9" * 64)
     foreign = trace_format.encode(other)
     site.store.publish(prefix + hashlib.sha256(foreign).hexdigest()[:32], foreign)
-    # It claims to have read all of the largest file that there can be.
+    # The trace claims to have read all of the largest possible file.
     endless = replace(good, node="x", accesses=(Access(0, 0, 2**62 - 1, 0), *good.accesses))
     hot_store.publish_trace(site.store, endless)
     unknown = tuple(TracedFile(path, b"d" * 32) for path in (b"../../etc/passwd", b"/etc/passwd"))

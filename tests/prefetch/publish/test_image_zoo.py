@@ -1,8 +1,8 @@
-"""Nasty images show what containerd unpacks, and umoci: name by name, attribute by attribute.
+"""Odd images have the same names and attributes as containerd and umoci unpack.
 
-Containerd counts as it ordinarily unpacks, for overlayfs; its other snapshotter, which unpacks each
-layer on a copy of those below, is asked where overlayfs refuses an image. Whatever differs is
-named here, and explained in docs/format/image.md under "Merging".
+containerd's result with overlayfs counts. Its native snapshotter, which unpacks each layer on a
+copy of those below, is used where overlayfs refuses an image. All differences are listed here, and
+explained in docs/format/image.md under "Merging".
 """
 
 import stat
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.needs("mount", "fuse")
 
 Shown: TypeAlias = Mapping[bytes, tuple[object, ...]]
 Differences: TypeAlias = set[tuple[str, str]]
-"""Of (path, attribute), where "name" means that only one of the two has it."""
+"""Set of (path, attribute); "name" means that only one of the two has the path."""
 
 _FIELDS = (
     "mode", "owner", "links", "size", "time", "device", "target", "xattrs", "content", "inode",
@@ -46,29 +46,29 @@ PEERS: Sequence[str] = ("overlayfs", "native", "umoci")
 REFUSED = {
     ("overlayfs", "links-below"): "no such file or directory",
     ("umoci", "global-headers"): "unknown typeflag",
-    # A folder that a layer only implies, in the place of a lower layer's file.
+    # A folder that a layer implies in the place of a lower layer's file.
     ("umoci", "random-stacks"): "not a directory",
 }
-"""What a peer does not unpack at all, and what it says."""
+"""Images that a program does not unpack at all, with its message."""
 
 DIFFERENT: Mapping[tuple[str, str], Differences] = {
-    # A folder that replaces a whiteout is not made opaque, nor is a root.
+    # A folder that replaces a whiteout, and a root, are not made opaque.
     ("overlayfs", "opaque-root"): differing("old", "folder", "folder/old"),
     ("overlayfs", "contested"): (
         differing("again/old", "aufs/.wh..wh.plnk", "aufs/.wh..wh.plnk/1.2")
-        # An implied folder gets the attributes that a lower layer has at its path, also where an
-        # opaque mark hides those, and where they belong to what a link leads to.
+        # An implied folder gets the attributes of a lower layer's folder at its path, even if an
+        # opaque mark hides that or a link leads to it.
         | differing("opaque/sub", fields=("mode",))
         | differing("link", "way", fields=_ATTRIBUTES)
     ),
     ("overlayfs", "changes"): differing("opaque/sub", fields=("mode",)),
-    # It unpacks in place, so it follows links that lower layers have.
+    # umoci unpacks in place, so it follows links of lower layers.
     ("umoci", "contested"): (
         differing("absent", "aufs/.wh..wh.plnk", "aufs/.wh..wh.plnk/1.2")
         | differing("link/new", "real/new", "real/old")
         | differing("link", "way", fields=_ALL)
     ),
-    # It keeps the root's attributes and times before 1970, but no empty xattrs.
+    # umoci keeps the root's attributes and times before 1970, but no empty xattrs.
     ("umoci", "attributes"): (
         differing("", fields=("mode", "owner"))
         | differing(
@@ -79,7 +79,7 @@ DIFFERENT: Mapping[tuple[str, str], Differences] = {
         | differing("xattrs", fields=("xattrs",))
     ),
     ("umoci", "dialects"): differing("pax/owner", fields=("time",)),
-    # It does not set a link's attributes.
+    # umoci does not set a link's attributes.
     ("umoci", "links"): differing("plain", "brings", fields=("mode", "owner", "time", "xattrs")),
 }
 
@@ -92,7 +92,7 @@ def containerd() -> Iterator[UnpackingContainerd]:
 
 
 def differences(ours: Shown, theirs: Shown, unpacked_ns: int, time_unit_ns: int = 1) -> Differences:
-    """Which attributes of which names differ, apart from what unpacking itself leaves behind."""
+    """Return the differing attributes of names, without those that depend on unpacking."""
     found: Differences = set()
     for path in ours.keys() | theirs.keys():
         shown = path.decode(errors="backslashreplace")
@@ -104,11 +104,12 @@ def differences(ours: Shown, theirs: Shown, unpacked_ns: int, time_unit_ns: int 
             if field == "time":
                 assert isinstance(our, int)
                 assert isinstance(their, int)
-                # A folder that the image has no entry for, or that was changed afterwards.
+                # A folder without an entry in the image, or one that was changed afterwards.
                 if their >= unpacked_ns and stat.S_ISDIR(_mode(ours[path])):
                     continue
                 our, their = our // time_unit_ns, their // time_unit_ns
-            # Their count includes names that another layer hides; names of one inode are compared.
+            # The programs count names that another layer hides, too; names of one inode are
+            # compared.
             if our != their and field != "links":
                 found.add((shown, field))
     return found
@@ -121,7 +122,7 @@ def _mode(shown: tuple[object, ...]) -> int:
 
 
 def check_links(shown: Shown) -> None:
-    """The link count of what is no folder is the number of its names."""
+    """Assert that the link count of each entry but folders is the number of its names."""
     names: dict[object, int] = {}
     for attributes in shown.values():
         names[attributes[-1]] = names.get(attributes[-1], 0) + 1
@@ -146,7 +147,7 @@ def extracted(tree: Tree, store: Store, target: Path) -> Shown:
 
 
 def peer_shows(peer: str, containerd: UnpackingContainerd, work: Path) -> Shown:
-    """Raises: RefusedError."""
+    """Return the entries that a program unpacks. Raises: RefusedError."""
     if peer == "umoci":
         return tree_in_child(umoci_unpacked(work / "gzip-layout", work / "bundle"))
     with containerd.unpacked(work / "layout", work / peer, peer) as root:
@@ -170,7 +171,7 @@ def test_an_image_of_the_zoo(name: str, containerd: UnpackingContainerd, tmp_pat
         tree = load_tree(store, find_image(store, "zoo"), settings.cache_dir)
         assert ours.keys() == {path for path, _ in tree.walk()}
         if name == "many-files":
-            # It takes long; one answer is enough.
+            # This takes long, and one result is enough.
             peers = ("overlayfs",)
         else:
             unpacked = extracted(tree, store, tmp_path / "extracted")
@@ -178,7 +179,7 @@ def test_an_image_of_the_zoo(name: str, containerd: UnpackingContainerd, tmp_pat
     started_ns = time.time_ns() - 10**9
     asked = 0
     for peer in peers:
-        # A copy for each layer: only where the answer is needed.
+        # It copies the tree for each layer, so it is used only where it is needed.
         if peer == "native" and ("overlayfs", name) not in REFUSED:
             continue
         if (peer, name) in REFUSED:
@@ -195,7 +196,7 @@ def test_an_image_of_the_zoo(name: str, containerd: UnpackingContainerd, tmp_pat
 
 @pytest.mark.needs("root", "fuse")
 def test_a_file_of_more_than_8_gib(tmp_path: Path) -> None:
-    """Sparse, in PAX 1.0 form; the peers would write every zero of it."""
+    """A sparse file in PAX 1.0 form; other programs would write every zero of it."""
     size = 9 * 2**30 + 5
     segments = ((0, b"first"), (2**33 + 1, b"beyond 8 GiB"), (size - 4, b"last"))
     numbers = [len(segments), *(n for offset, data in segments for n in (offset, len(data)))]

@@ -1,4 +1,4 @@
-"""`image index --to registry`: what it pushes beside an image is a store to mount it from."""
+"""`image index --to registry`: the pushed objects beside an image are a store to mount it from."""
 
 import hashlib
 import json
@@ -22,14 +22,14 @@ CONFIG = {"Cmd": ["/bin/tool"], "Env": ["A=1"]}
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    """One that wants a login for everything."""
+    """Registry that requires a login for everything."""
     root = tmp_path_factory.mktemp("registry")
     with running_registry(root, htpasswd_auth(root, USER, PASSWORD)) as running:
         yield running
 
 
 def logged_in(base: Path, host: str, store: str = "") -> Node:
-    """A node that has logged in to the registry with `docker login`."""
+    """Return a node that has logged in to the registry by `docker login`."""
     login = {"auths": {host: {"auth": "bWU6czNjcmV0LXBhc3M="}}}
     places = {"DOCKER_CONFIG": str(base), "BOOTSEER_REGISTRY_HOSTS_DIR": str(base / "hosts")}
     node = Node(base, store, variables=places)
@@ -38,7 +38,8 @@ def logged_in(base: Path, host: str, store: str = "") -> Node:
 
 
 def said(node: Node, *words: str | Path, code: int = 0) -> str:
-    """What a command prints, or its error if `code` is not 0; never the password."""
+    """Run a command; return its output, or its error if `code` is not 0. Never with the
+    password."""
     done = node.run("-vv", *words)
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     assert "s3cret" not in done.stdout + done.stderr
@@ -70,7 +71,7 @@ def test_an_image_is_indexed_beside_itself_and_mounted_from_there(
     mountpoint.mkdir()
     said(second, "image", "mount", where, mountpoint)
     try:
-        # The keys, the image's record, and what the server asks for by itself.
+        # The keys, the image's record, and the server's own requests.
         assert relay.count("") <= 12
         read = subprocess.run(
             ["timeout", "30", "cat", mountpoint / "big", mountpoint / "gone"],
@@ -89,7 +90,8 @@ def test_a_start_is_recorded_and_replayed_beside_the_image(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Trace, hot set and bundle are published by processes of their own, which log in alone."""
+    """Trace, hot set and bundle are published by processes of their own, which log in
+    themselves."""
     files = [Member("cold", data=os.urandom(2_000_000)), Member("hot", data=os.urandom(500_000))]
     layout = write_layout(tmp_path / "l", [files], tag="v1")
     where = registry.push_layout(layout.directory, "v1", "team/rec:v1", f"{USER}:{PASSWORD}")
@@ -133,7 +135,7 @@ def test_other_tools_see_artifacts_of_the_image(registry: Registry, tmp_path: Pa
     )
     entries = json.loads(shown.stdout)["manifests"]
     assert {entry["artifactType"] for entry in entries} == {"application/vnd.bootseer.store.v1"}
-    # The image itself is as it was.
+    # The image itself is unchanged.
     run_tool(
         *("skopeo", "--insecure-policy", "copy", "--quiet", "--src-tls-verify=false"),
         *("--src-creds", f"{USER}:{PASSWORD}"),

@@ -1,4 +1,4 @@
-"""Images are indexed: what `umoci unpack` gives, and each layer once."""
+"""Indexed images equal the result of `umoci unpack`; each layer is stored once."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from tests.support.images.indexed import contents, index, unsigned
 
 
 def shown(path: Path) -> tuple[object, ...]:
-    """What lstat and friends show, except for times."""
+    """Return the attributes of a file, except for times."""
     status = path.lstat()
     is_file = stat.S_ISREG(status.st_mode)
     return (
@@ -65,7 +65,7 @@ def shown_in(inode: Inode) -> tuple[object, ...]:
 
 
 def assert_same(tree: Tree, root: Path, unpacked_ns: int) -> None:
-    """The tree shows what is in `root`, file by file and attribute by attribute."""
+    """Assert that the tree has the entries and attributes of `root`."""
     found = {os.fsencode(path.relative_to(root)): path for path in root.rglob("*")}
     expected = {path: number for path, number in tree.walk() if path}
     assert sorted(found) == sorted(expected)
@@ -74,8 +74,8 @@ def assert_same(tree: Tree, root: Path, unpacked_ns: int) -> None:
         inode = tree.inode(number)
         assert shown(found[path]) == shown_in(inode), path
         status = found[path].lstat()
-        # umoci leaves the time of unpacking on directories that it had to touch or imply, and
-        # cuts times to 100 ns.
+        # umoci leaves the time of unpacking on directories that it touches or implies, and rounds
+        # times down to 100 ns.
         if status.st_mtime_ns < unpacked_ns:
             assert status.st_mtime_ns // 100 == inode.mtime_ns // 100, path
         else:
@@ -151,7 +151,7 @@ def test_layers_are_packed_once(store: Store, tmp_path: Path) -> None:
     counts: list[int] = []
     first = index(f"oci:{layout.directory}:a", store, tmp_path, on_layer=on_layer)
     assert dict(seen)[digest(base)] is False
-    # Another compression of the same layer is the same layer.
+    # Another compression of a layer is the same layer.
     second = index(
         f"oci:{layout.directory}:b", store, tmp_path, on_layer=on_layer, on_progress=counts.append
     )

@@ -1,4 +1,4 @@
-"""Nothing that is not whole: damaged layers, killed and interrupted indexers, full disks."""
+"""Only whole images are visible: damaged layers, killed and interrupted indexers, full disks."""
 
 import errno
 import os
@@ -61,7 +61,7 @@ def test_a_hard_link_to_nothing_is_refused(store: Store, tmp_path: Path) -> None
 
 
 def assert_nothing_dangles(store: Store) -> None:
-    """Every record names only what is there, whole."""
+    """Assert that every record names only objects that exist as a whole."""
     for info in list(store.list("layers/")):
         layer = LAYER_FORM.decode(store.read(info.path), info.path)
         blob = store.read(blob_key(layer.blob_digest))
@@ -108,7 +108,7 @@ INDEXER = textwrap.dedent("""
 
 
 def indexer(tmp_path: Path, deadly: int = 0, moment: str = "") -> list[str]:
-    """A command that kills itself at a moment of the publish number `deadly`."""
+    """Return a command that kills itself at a moment of its publish number `deadly`."""
     places = [str(tmp_path / name) for name in ("layout", "store", "work")]
     return [sys.executable, "-c", INDEXER, *places, str(deadly), moment]
 

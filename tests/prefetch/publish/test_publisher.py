@@ -1,4 +1,4 @@
-"""The process that publishes what a start leaves behind."""
+"""The process that publishes a start's results."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from bootseer.prefetch.publish.publishing import wait_published
 from testbed.images.building import Member, write_layout
 from testbed.mounts.image_mounts import mounted, run_program, settings_at
 
-# The publisher begins as a copy of this program.
+# The publisher begins as a fork of this program.
 NICENESS_OF_A_JOB = """
 import os, sys
 from pathlib import Path

@@ -104,7 +104,7 @@ def test_it_pauses_while_there_are_faults(streams: ImageBytes, tree: Tree) -> No
         reads.append(fill.state)
         original(fetches)  # type: ignore[arg-type]
         if len(reads) == 1:
-            # A fault right behind the first piece: the next piece waits for quiet.
+            # A fault right after the first piece: the next piece waits for quiet.
             streams.faults.fault(1, failed=False)
 
     streams.fill = filling  # type: ignore[method-assign]
@@ -231,7 +231,7 @@ def test_of_the_servers_of_a_node_one_fills_and_the_next_takes_over(
     may_read.release(1000)
     first.join(60)
     wait_for(lambda: all(fill.state == "complete" for fill in fills if fill is not first))
-    # Each byte once, whoever was at it.
+    # Each byte is fetched once, by either of them.
     assert sum(one.sources().fill_bytes for one in opened) == opened[0].image_bytes
     assert sum(reads) <= tree.blobs[0].size_bytes
     for fill in fills:
@@ -299,7 +299,7 @@ def test_a_complete_image_starts_without_the_store(
         assert found == expected
         unmount_image(settings, tmp_path / "mnt")
         texts = [path.read_text() for path in (tmp_path / "metrics").glob("*.prom")]
-        # The second takes the series over, unless the first server was still on its way out.
+        # The second server takes the series over, unless the first one was still ending.
         assert len(texts) in (1, 2)
         assert all('image="image:1"' in text for text in texts)
         ended = 'bootseer_image_mounted{image="image:1",workload="train",slot="'

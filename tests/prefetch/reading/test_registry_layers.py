@@ -1,4 +1,4 @@
-"""Images whose layers stay in the registry: read by ranges, verified, and nothing stored twice."""
+"""Images with layers in the registry: read by ranges, verified, and stored only once."""
 
 import hashlib
 import random
@@ -45,7 +45,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def _push(registry: Registry, tmp_path: Path, login: str = "") -> str:
-    """Push an image of two layers; returns its repository and tag."""
+    """Push an image of two layers; return its repository and tag."""
     layers = [
         [Member(name, data=data) for name, data in list(CONTENTS.items())[:1]],
         [Member(name, data=data) for name, data in list(CONTENTS.items())[1:]],
@@ -141,7 +141,7 @@ def test_damaged_seek_points_are_refused(
         data = bytearray(path.read_bytes())
         data[-10] ^= 1
         path.write_bytes(data)
-    # The layers come whole from the registry, by the digest of their content.
+    # Whole layers come from the registry, by the digest of their content.
     assert _read(settings, where, tmp_path / "mnt") == _sums()
 
 
@@ -158,7 +158,7 @@ def test_the_first_node_publishes_seek_points(
     assert all(layer.blob_digest.startswith("points:") for layer in record.layers)
     assert not (tmp_path / "store/blobs").exists()
     assert not (tmp_path / "store/chains").exists()
-    # Another node pulls nothing.
+    # Another node pulls no layer.
     other = replace(settings, cache_dir=tmp_path / "other-cache", run_dir=tmp_path / "other-run")
     said: list[str] = []
     found = resolve_image(other, f"registry://{where}", say=said.append)

@@ -50,7 +50,7 @@ def test_a_lost_layer_comes_from_the_registry(
     else:
         path.unlink()
     if damage == "registry gone, too":
-        # The tag is there no more.
+        # The tag does not exist any more.
         tags = registry.root.glob(f"**/tests/{name}/_manifests/tags/v1")
         for tag in list(tags):
             tag.rename(tag.with_name("v2"))

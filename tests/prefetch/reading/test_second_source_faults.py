@@ -1,4 +1,4 @@
-"""A second source of bytes that the store lost: when it is asked, and when it fails or hangs."""
+"""Second source of bytes that the store has lost: its use, its failures and its hangs."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -114,7 +114,7 @@ def silence() -> Iterator[threading.Event]:
 def test_a_read_that_waited_in_vain_is_not_waited_for_again(
     image: Image, tmp_path: Path, silence: threading.Event
 ) -> None:
-    """The kernel asks twice: first it reads ahead, then it wants the page."""
+    """The kernel asks twice: first for its readahead, then for the page."""
     asked: list[str] = []
 
     def hang(key: str, offset: int, length: int) -> bytes:
@@ -133,7 +133,7 @@ def test_a_read_that_waited_in_vain_is_not_waited_for_again(
             streams.read(0, offset, 4096)
     assert streams.statistics().demand_count == count
     silence.set()
-    # It is forgotten in a moment, and the bytes are there.
+    # The failure is forgotten in a moment, and the bytes are there.
     wait_for(lambda: _can_read(streams, 0, 4096))
     streams.close()
 

@@ -1,4 +1,4 @@
-"""Faults and read-ahead on a real store and cache, without a mount."""
+"""Faults and readahead on a real store and cache, without a mount."""
 
 import os
 import random
@@ -173,7 +173,7 @@ def test_what_another_process_is_fetching_is_not_fetched_twice(
     frame = image.tree.blobs[0].frames[2]
     blob = image.tree.blobs[0]
     streams = image.streams(tmp_path / "cache")
-    # A process that says that it fetches the frame, brings it, and says so when it has.
+    # A process that announces a fetch of the frame, stores it, and reports its end.
     script = (
         "import sys\n"
         "from pathlib import Path\n"
@@ -210,7 +210,7 @@ def test_what_another_process_is_fetching_is_not_fetched_twice(
                 assert bytes(streams.read(*place)) == content[:100]
                 assert not image.reads
             else:
-                # It fails: whoever waits, or comes later, fetches for itself.
+                # The fetch fails: waiting and later readers fetch the frame themselves.
                 other.stdin.close()
                 other.wait(60)
                 assert streams.streams[0].announce(2, 3)

@@ -1,4 +1,4 @@
-"""Lists of what a start reads, from other tools and for them."""
+"""Lists of a start's reads, from other tools and for them."""
 
 import json
 import stat

@@ -1,4 +1,4 @@
-"""Hot sets: merging traces, and what is stored of the result."""
+"""Hot sets: merging of traces, and the stored result."""
 
 import random
 
@@ -25,13 +25,13 @@ from testbed.bounded import run_bounded
 INDEX = "sha256:" + "1" * 64
 PAGE_BYTES = 4096
 TOUCH_COUNT_MAX = 2**20
-"""Pages of one trace that count."""
+"""Number of pages of one trace that count."""
 A, B, C = (TracedFile(name, name * 32) for name in (b"a", b"b", b"c"))
 FILES = (A, B, C)
 
 
 def trace_of(*accesses: tuple[TracedFile, int, int]) -> Trace:
-    """Each access: (file, first page, page count)."""
+    """Return a trace of accesses (file, first page, page count)."""
     return Trace(
         INDEX,
         "w",
@@ -150,12 +150,13 @@ def test_only_files_with_the_same_content_are_used() -> None:
         1,
         tuple(HotRange(file.path, file.digest, 4096, 4 * PAGE_BYTES, 1) for file in (A, B, C)),
     )
-    # b has other content, c is gone; of a: the rest of the first extent, and all of the second.
+    # b has other content and c is gone; of a: the rest of the first extent, and all of the second.
     assert list(stream_ranges(hot, tree)) == [(0, 4608, 904), (0, 10240, 11808)]
 
 
 def test_a_trace_costs_by_its_accesses_not_by_the_pages_that_it_claims() -> None:
-    """One access of 2**62 bytes took seconds, and many that overlap would have taken days."""
+    """Regression: an access of 2**62 bytes took seconds, and many overlapping ones would take
+    days."""
     accesses = [Access(0, PAGE_BYTES * i, 2**61, i) for i in range(20_000)]
     accesses += [Access(1, PAGE_BYTES * 2 * i, PAGE_BYTES, i) for i in range(20_000)]
     trace = Trace(INDEX, "w", "n", 0, "ready", 0, FILES, tuple(accesses))

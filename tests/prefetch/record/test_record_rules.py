@@ -1,4 +1,4 @@
-"""Which starts are recorded once there is a bundle: real mounts."""
+"""Choice of the starts to record once there is a bundle, on real mounts."""
 
 import os
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_a_bundle_that_is_mostly_wasted_shrinks(tmp_path: Path) -> None:
     digest = index(settings, source, "image:1").index_digest
 
     def start(count: int, *, ready: bool) -> tuple[int, int]:
-        """Reads some files; (traces in the bundle, its bytes) afterwards."""
+        """Read some files; return the number of traces in the bundle, and its bytes."""
         with mounted(settings, "image:1", tmp_path / "mnt") as image:
             checksums_in_child([image.directory / str(number) for number in range(count)])
             if ready:
@@ -47,13 +47,13 @@ def test_a_bundle_that_is_mostly_wasted_shrinks(tmp_path: Path) -> None:
     try:
         count, size_bytes = start(10, ready=True)
         assert (count, size_bytes > 9 * FILE_BYTES) == (1, True)
-        # It may have failed half-way: no reason to think that the rest is not needed.
+        # The start may have failed half-way: no reason to drop the rest from the bundle.
         assert start(2, ready=False) == (1, size_bytes)
-        # The kernel's cache is gone with each mount, so every start reads what it reads.
+        # The kernel's cache is gone with each mount, so every start reads all its files.
         assert start(2, ready=True)[0] == 2
         count, size_bytes = start(2, ready=True)
         assert (count, size_bytes < 3 * FILE_BYTES) == (3, True)
-        # Now the bundle fits, and nothing is recorded any more.
+        # The bundle now fits, and no start is recorded any more.
         assert start(2, ready=True) == (3, size_bytes)
     finally:
         sweep(settings.run_dir.parent, settings)
@@ -64,7 +64,7 @@ def test_a_publisher_that_ends_meanwhile_does_not_hide_another_one(tmp_path: Pat
     busy = publishing_dir(settings) / "busy"
     make_private_directory(busy)
     lock = take_lock(busy)
-    # Names of folders that have gone: what a look at one finds that ended after the listing.
+    # Names of removed folders: a stat of one may end after the listing.
     for number in range(20):
         (publishing_dir(settings) / f"gone-{number}").symlink_to(tmp_path / "gone")
     assert not wait_published(settings, 0)

@@ -1,4 +1,4 @@
-"""Which files are read at other places in each start, and which only seem to be."""
+"""Files that starts read at different places, and files that only seem to be such."""
 
 import random
 
@@ -13,7 +13,10 @@ LIBRARY, DATA = TracedFile(b"lib.so", b"l" * 32), TracedFile(b"data", b"d" * 32)
 
 
 def start(library: range, data: list[int], *, handed: int = 0) -> Trace:
-    """A start that asked for these pages; the first `handed` of the library were handed over."""
+    """Return the trace of a start that asked for these pages of the data file.
+
+    It read the library, too, of which a bundle brought the first `handed` pages.
+    """
     accesses = [
         Access(0, 4096 * page, 4096, number + (2**62 if number < handed else 0))
         for number, page in enumerate(library)
@@ -53,7 +56,7 @@ def test_samples_that_cover_most_of_a_file_are_hot() -> None:
 
 
 def test_a_start_that_ended_early_and_one_that_went_on_are_no_samples() -> None:
-    """What was handed over is not asked for any more: each asks for what the others had not."""
+    """Pages from a bundle are not asked for again, so each start asks for other pages."""
     traces = [
         start(range(1000), []),
         start(range(2000), [], handed=1000),
@@ -64,7 +67,7 @@ def test_a_start_that_ended_early_and_one_that_went_on_are_no_samples() -> None:
 
 
 def test_what_is_handed_over_hides_no_sample() -> None:
-    """A bundle with an earlier start's samples brings them to each later one."""
+    """A bundle with an earlier start's samples brings them to each later start."""
     first = sample(0)
     traces = [start(range(10), first)]
     for seed in (1, 2):

@@ -86,7 +86,7 @@ def test_wrong_headers(lines: list[str], error: type[Exception]) -> None:
 
 
 def test_a_trace_of_empty_lines_takes_no_memory() -> None:
-    # Would be a list of 2 GB.
+    # This would be a list of 2 GB.
     bomb = zstandard.ZstdCompressor().compress(b"\n" * (250 * 2**20))
     assert len(bomb) < 100_000
     with pytest.raises(CorruptError, match="absurd"):

@@ -1,4 +1,4 @@
-"""Figures of a launch: parsed by Prometheus' own parser, and files that come and go."""
+"""Figures of a launch: read by Prometheus' parser, and files that come and go."""
 
 import os
 import stat
@@ -72,7 +72,7 @@ def write(file: FiguresFile, figures: LaunchFigures) -> None:
 
 
 def samples_of(text: str) -> dict[tuple[str, str], float]:
-    """(name, the label that tells its samples apart) -> value."""
+    """Return the value of each sample by its name and distinguishing label."""
     found = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation
@@ -174,7 +174,7 @@ def test_files_are_readable_for_all_and_kept_for_a_while(
 
 
 def series_of(folder: Path) -> set[str]:
-    """The labels that are in any of the files."""
+    """Return the labels in all of the files."""
     return {
         line.partition("{")[2].partition("}")[0]
         for path in folder.glob("*.prom")
@@ -186,7 +186,7 @@ def series_of(folder: Path) -> set[str]:
 def test_the_next_start_goes_on_with_the_series_of_the_last(
     tmp_path: Path, recorder: FaultRecorder
 ) -> None:
-    """A label that is new at each start would be a new series at each start."""
+    """A new label at each start would be a new series at each start."""
     figures = figures_of(recorder)
     first, second = FiguresFile(tmp_path), FiguresFile(tmp_path)
     write(first, figures)

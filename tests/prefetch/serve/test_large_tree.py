@@ -1,4 +1,4 @@
-"""A large tree is read while its worker is killed again and again."""
+"""Reads of a large tree while its worker is killed again and again."""
 
 import os
 import shutil
@@ -28,13 +28,13 @@ _FILLING = b"0123456789abcdef" * (_MIB // 16)
 
 
 def block_of(number: int) -> bytes:
-    """The mebibyte of this number: none is like another, and all compress well."""
+    """Return the mebibyte of this number: all differ, and all compress well."""
     label = b"%08d" % number
     return label + _FILLING[len(label) :]
 
 
 def _write_tree(root: Path) -> None:
-    """512 MiB, mebibyte by mebibyte."""
+    """Write 512 MiB, mebibyte by mebibyte."""
     root.mkdir()
     for number in range(_FILE_COUNT):
         with (root / f"part-{number:02}").open("wb") as file:
@@ -43,7 +43,7 @@ def _write_tree(root: Path) -> None:
 
 
 def read_tree(root: Path) -> None:
-    """Says each file that was right in every mebibyte, which costs less than digests."""
+    """Print each file whose mebibytes are all right, which costs less than digests."""
     for number, path in enumerate(sorted(root.iterdir())):
         with path.open("rb") as file:
             for block in range(number * _FILE_MIB, (number + 1) * _FILE_MIB):
@@ -85,5 +85,5 @@ def test_half_a_gib_survives_kill_9_of_the_worker(tmp_path: Path) -> None:
             reader.communicate_checked(_TIMEOUT_S)
             assert len(killed) > 4
     finally:
-        # Not for pytest to keep.
+        # Removed, so that pytest does not keep it.
         shutil.rmtree(settings.cache_dir, ignore_errors=True)

@@ -1,5 +1,7 @@
-"""The file system of a tree, asked directly: against a model, and what its answers allow the
-kernel to keep. Through a real mount it is tested in test_mount.py."""
+"""File system of a tree, called directly: against a model, and cache hints for the kernel.
+
+test_mount.py tests it through a real mount.
+"""
 
 import errno
 import os
@@ -47,14 +49,14 @@ class Memory(ImageBytes):
 
 
 def tree_of(*inodes: Inode) -> Tree:
-    """A root with the files "0", "1", ..."""
+    """Return a tree with a root and the files "0", "1", ..."""
     names = [(b"", 0), *((b"%d" % i, i + 1) for i in range(len(inodes)))]
     return build_tree(names, [DIRECTORY, *inodes], [BLOB])
 
 
 @st.composite
 def files(draw: st.DrawFn) -> Inode:
-    """A regular file with holes anywhere."""
+    """Draw a regular file with holes anywhere."""
     extents = []
     position = 0
     for _ in range(draw(st.integers(0, 4))):
@@ -148,7 +150,7 @@ def test_a_large_directory_is_listed_whole_from_any_cookie() -> None:
     names: list[bytes] = []
     cookie = 0
     while entries := fs.readdir(ME, 1, 0, cookie, plus=True):
-        # As if only a few had fitted into the reply.
+        # As if only a few entries had fitted into the reply.
         for entry in entries[:700]:
             names.append(entry.name)
             assert entry.entry is not None

@@ -1,4 +1,4 @@
-"""Nodes with a snapshotter and no containerd, and an image of two layers for them."""
+"""Fixtures: nodes with a snapshotter and no containerd, and an image of two layers for them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ CHAINS = chain_ids([digest(tar_of(members)) for members in LAYERS])
 
 @pytest.fixture
 def fresh() -> Iterator[ContainerdNode]:
-    """A node that knows nothing yet."""
+    """New node."""
     with ContainerdNode(with_containerd=False) as started:
         yield started
 
@@ -37,7 +37,7 @@ def shared() -> Iterator[ContainerdNode]:
 
 @pytest.fixture
 def node(shared: ContainerdNode) -> Iterator[ContainerdNode]:
-    """A node without snapshots, which has seen the image before."""
+    """Node without snapshots that has used the image before."""
     yield shared
     for _ in range(10):
         for key in reversed(list(shared.snapshots())):
@@ -53,7 +53,7 @@ def add_image(node: ContainerdNode, tmp_path: Path) -> ImageRecord:
 
 
 def pull(node: ContainerdNode) -> None:
-    """What containerd does for an image that it need not unpack."""
+    """Make the calls of containerd for an image that it need not unpack."""
     parent = ""
     for number, chain_id in enumerate(CHAINS):
         labels = {REF_LABEL: chain_id}
@@ -63,7 +63,7 @@ def pull(node: ContainerdNode) -> None:
 
 
 def lower_of(answer: object) -> Path:
-    """The only directory that an overlay lies on."""
+    """Return the only lower directory of an overlay."""
     (mount,) = answer.mounts  # type: ignore[attr-defined]
     assert mount.type == "overlay"
     (lower,) = [o.removeprefix("lowerdir=") for o in mount.options if o.startswith("lowerdir=")]

@@ -1,8 +1,7 @@
-"""A real containerd with the snapshotter: images are pulled as a kubelet pulls them, and run.
+"""The snapshotter with a real containerd: images are pulled as a kubelet pulls them, and run.
 
-What each version of containerd does with which client is in docs/containerd.md. Set
-BOOTSEER_TEST_CONTAINERD to a folder with another containerd to run all of this with that;
-`make test-containerd-2` does so.
+docs/containerd.md describes each version of containerd with each client. BOOTSEER_TEST_CONTAINERD
+names a folder with another containerd to run these tests with, as `make test-containerd-2` does.
 """
 
 import json
@@ -35,7 +34,7 @@ from testbed.waiting import wait_for
 
 @dataclass
 class NodeAndRegistry:
-    """A node, and a registry whose requests are seen."""
+    """Node, and a registry whose requests are recorded."""
 
     node: ContainerdNode
     registry: Registry
@@ -43,19 +42,22 @@ class NodeAndRegistry:
     folder: Path
 
     def push(self, name: str, contents: Sequence[Sequence[Member]]) -> str:
-        """Put an image into the registry; what containerd calls it."""
+        """Push an image to the registry; return containerd's name for it."""
         layout = LayoutBuilder(self.folder / name)
         add_image(layout, contents, "latest")
         self.registry.push_layout(layout.directory, "latest", f"team/{name}:1")
         return f"{self.relay.host}/team/{name}:1"
 
     def index(self, name: str) -> ImageRecord:
-        """Index the image that `push` has made."""
+        """Index the image that `push` has pushed."""
         return index(self.node.settings, self.folder / name, f"{name}:1")
 
     def pulled(self, name: str) -> set[int]:
-        """Which layers of `name`, from 0, were asked for. Manifest and configuration are no layers;
-        a layer that containerd has of another image is not asked for again."""
+        """Return the numbers of the layers of `name`, from 0, that were asked for.
+
+        Manifest and configuration are not counted. A layer that containerd has from another image
+        is not asked for again.
+        """
         folder = self.folder / name
         (descriptor,) = json.loads((folder / "index.json").read_text())["manifests"]
         blob = folder / "blobs" / descriptor["digest"].replace(":", "/")
@@ -81,7 +83,7 @@ def chains_of(contents: Sequence[Sequence[Member]]) -> tuple[str, ...]:
 
 
 def is_clean(node: ContainerdNode) -> bool:
-    """Nothing is mounted, served or kept for any image or container."""
+    """Return whether no image or container has a mount, a server or files."""
     folders = [node.root / name for name in ("snapshots", "trees", "removed")]
     return not (
         node.trees()
@@ -102,7 +104,7 @@ def test_an_indexed_image_is_pulled_without_its_layers(site: NodeAndRegistry) ->
     names = "base\nindexed\ntop\n"
     assert out == f"top of indexed\n{names}{digest(large)[7:]}  /usr/share/large\n"
     assert site.pulled("indexed") == set()
-    # What is left once all is removed: nothing but the record of what was read.
+    # After the removal only the record of reads is left.
     node.remove_image(reference)
     wait_for(lambda: is_clean(node))
     assert node.snapshots() == {}
@@ -132,7 +134,7 @@ def test_a_later_start_replays_what_the_first_touched(site: NodeAndRegistry) -> 
 
 def test_trees_are_those_that_containerd_unpacks(site: NodeAndRegistry, tmp_path: Path) -> None:
     node = site.node
-    # Without what containerd's overlayfs refuses: hard links into lower layers.
+    # Without hard links into lower layers, which containerd's overlayfs refuses.
     contents = [[m for m in members if m.kind != "h" or members is NASTY[0]] for members in NASTY]
     reference = site.push("nasty", contents)
     site.index("nasty")
@@ -148,14 +150,14 @@ def test_trees_are_those_that_containerd_unpacks(site: NodeAndRegistry, tmp_path
 def view(
     node: ContainerdNode, snapshotter: str, chain_id: str, directory: Path
 ) -> dict[bytes, object]:
-    """The tree of a committed snapshot."""
+    """Return the tree of a committed snapshot."""
     directory.mkdir()
     snapshots = ("snapshots", "--snapshotter", snapshotter)
     done = node.ctr(*snapshots, "view", "--target", directory, "viewed", chain_id)
     subprocess.run(shlex.split(done.stdout), check=True, timeout=TIMEOUT_S)
     try:
-        # Unpacking one layer over another copies what it changes: links get fewer, folders younger.
-        # What that is exactly, and that nothing else differs, is tested with the merging of layers.
+        # Unpacking one layer over another copies changed files: link counts shrink, and folders get
+        # newer times. The tests of merging check that nothing else differs.
         return {
             path: (mode, owner, size, mtime if content else 0, device, target, xattrs, content)
             for path, (mode, owner, _, size, mtime, device, target, xattrs, content, _) in (
@@ -164,7 +166,7 @@ def view(
         }
     finally:
         subprocess.run(["umount", directory], check=True, timeout=TIMEOUT_S)
-        # containerd may have collected it: nothing refers to it.
+        # containerd may have collected it, since nothing refers to it.
         node.ctr(*snapshots, "rm", "viewed", check=False)
 
 
@@ -184,7 +186,7 @@ def test_containers_of_one_image_write_apart(site: NodeAndRegistry) -> None:
         _, err = start.communicate(timeout=TIMEOUT_S)
         assert start.returncode == 0, err
     try:
-        # Those of other tests go by and by.
+        # Those of other tests are removed after a while.
         wait_for(lambda: len(node.trees()) == 1)
         for name in names:
             node.execute(name, "sh", "-c", f"echo {name} > /opt/top; rm /opt/base")
@@ -198,12 +200,12 @@ def test_containers_of_one_image_write_apart(site: NodeAndRegistry) -> None:
 
 
 def test_only_containers_see_what_is_served(site: NodeAndRegistry) -> None:
-    """Whichever user they run as, also in a user namespace; no user of the node does."""
+    """Containers with any user see it, also in a user namespace; users of the node do not."""
     node = site.node
     reference = site.push("closed", layers("closed"))
     site.index("closed")
     node.pull(reference)
-    # That of the node's own folder must not be what keeps others out.
+    # The mode of the node's own folder must not be what keeps others out.
     node.base.chmod(0o711)
     try:
         mapped = ("--uidmap", "0:100000:65536", "--gidmap", "0:100000:65536")
@@ -222,7 +224,7 @@ def test_only_containers_see_what_is_served(site: NodeAndRegistry) -> None:
             (upper,) = (node.root / "snapshots").glob("*/fs/written")
             for path in (tree / "opt/top", upper, node.root / "trees", node.root / "snapshots"):
                 assert path.exists()
-                # stat says so where not even the folders above may be entered.
+                # stat fails where not even the folders above may be entered.
                 done = subprocess.run(
                     [*as_ordinary_user(), "ls", path],
                     capture_output=True,
@@ -284,7 +286,7 @@ def test_containers_run_on_without_the_snapshotter(
     node.start(reference, name, "sleep", "1000")
     try:
         node.stop(node.snapshotter, sign)
-        # Not read before: the image's server has to bring it.
+        # Not read before, so the image's server has to fetch it.
         assert node.execute(name, "cat", f"/opt/{name}") == f"{name}\n"
         node.snapshotter = node.start_snapshotter()
         assert node.execute(name, "cat", "/opt/base") == "base\n"
@@ -321,7 +323,7 @@ def test_images_outlive_a_restart_of_containerd(site: NodeAndRegistry) -> None:
 
 
 def test_pods_of_other_runtime_classes_start_without_a_snapshotter(site: NodeAndRegistry) -> None:
-    """As on a node that boots: what runs the snapshotter may be a pod itself."""
+    """On a booting node, the snapshotter may run in a pod itself."""
     if site.node.is_version("1.6"):
         raise MissingError("containerd has a snapshotter for each runtime class from 1.7 on")
     reference = site.push("classed", layers("classed"))
@@ -335,7 +337,7 @@ def test_pods_of_other_runtime_classes_start_without_a_snapshotter(site: NodeAnd
         node.snapshotter = node.start_snapshotter()
         assert node.snapshots() == {}
         annotations = {"io.containerd.cri.runtime-handler": "bootseer"}
-        # Containerd waits a moment before it tries a socket again.
+        # containerd waits a moment before it tries a socket again.
         wait_for(lambda: node.can_pull(reference, annotations))
         assert node.snapshots() != {}
         assert node.run(reference, "classed", "cat", "/opt/classed") == "classed\n"

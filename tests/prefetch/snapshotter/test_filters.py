@@ -1,4 +1,4 @@
-"""Filters of lists mean what containerd's mean."""
+"""Filters of lists have containerd's meaning."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The database against a model of containerd's rules, and after kills."""
+"""Database of snapshots against a model of containerd's rules, and after kills."""
 
 import contextlib
 import signal
@@ -33,7 +33,7 @@ PARENTS = st.sampled_from(["", "a", "b", "c", "d"])
 
 
 def nothing(snapshot: Snapshot) -> None:
-    """No directory is made."""
+    """Make no directory."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def metadata(tmp_path: Path) -> Metadata:
 
 
 class Model(RuleBasedStateMachine):
-    """What containerd's core/snapshots/snapshotter.go says, in a dict."""
+    """Rules of containerd's core/snapshots/snapshotter.go, in a dict."""
 
     @initialize()
     def begin(self) -> None:
@@ -133,7 +133,7 @@ def test_a_remote_snapshot_is_found_by_chain_and_parent(metadata: Metadata) -> N
     first = metadata.create_remote(CHAIN, "p", labels)
     assert first.key == CHAIN
     assert metadata.create_remote(CHAIN, "p", labels) == first
-    # Another namespace of containerd, whose own lower layers lie elsewhere.
+    # Another namespace of containerd, with lower layers of its own.
     second = metadata.create_remote(CHAIN, "q", labels)
     assert second.key != first.key
     assert metadata.find_remote(CHAIN, "q") == second

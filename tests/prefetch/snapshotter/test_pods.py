@@ -1,4 +1,4 @@
-"""Pods over lazily served images, as a kubelet starts them: CRI's sandboxes and containers."""
+"""Pods over lazily served images as a kubelet starts them: CRI's sandboxes and containers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ _IMAGES: dict[str, tuple[list[Sequence[Member]], dict[str, object]]] = {
 
 @contextmanager
 def _node_with_images(folder: Path) -> Iterator[tuple[ContainerdNode, FaultyRelay]]:
-    """A node that has pulled the images through a relay."""
+    """Yield a node that has pulled the images through a relay."""
     with (
         running_registry(folder / "registry") as registry,
         FaultyRelay(registry.host) as relay,
@@ -66,11 +66,11 @@ def test_the_mount_of_an_image_is_a_stage_of_the_pods_over_it(tmp_path: Path) ->
             node.run_pod("second", image, *_SLEEP),
         ):
             first, second = _stage_of(node, "train", "s1"), _stage_of(node, "second", "second-uid")
-        # A container that is started again in its pod is no part of the start.
+        # A restarted container of a pod is no part of the start.
         with open_store(node.settings.store_url) as store:
             assert not StoredTimelines(store).starts("again")
         assert "secret-1" not in f"{first}{node.log()}"
-        # The store has it: nobody would tidy up here.
+        # The store has it: no later step would remove it here.
         wait_for(lambda: not list(node.settings.timeline_dir.iterdir()))
     assert (first.name, second.name) == ("image mount", "image mount")
     assert first.resource["k8s.pod.name"] == "first"
@@ -82,7 +82,7 @@ def test_the_mount_of_an_image_is_a_stage_of_the_pods_over_it(tmp_path: Path) ->
 
 
 def _stage_of(node: ContainerdNode, job: str, submission: str) -> Stage:
-    """The only stage of a start, as soon as the store has it."""
+    """Return the only stage of a start as soon as the store has it."""
     with open_store(node.settings.store_url) as store:
         wait_for(lambda: StoredTimelines(store).starts(job), f"the timeline of {job}")
         (start,) = StoredTimelines(store).starts(job)

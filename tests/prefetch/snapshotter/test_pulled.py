@@ -1,4 +1,4 @@
-"""What containerd had to pull is indexed, from what it keeps of it, and not pulled again."""
+"""Images that containerd had to pull are indexed from its content store, not pulled again."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def images(node: ContainerdNode) -> list[ImageRecord]:
 
 @pytest.fixture
 def content(tmp_path: Path) -> LayoutBuilder:
-    """A folder as containerd's content store: images' blobs, and no index."""
+    """Folder like containerd's content store: images' blobs, and no index."""
     layout = LayoutBuilder(tmp_path / "content")
     add_image(layout, layers("other"), "other")
     add_image(layout, layers("train"), "train")
@@ -60,7 +60,7 @@ def test_the_next_node_need_not_pull_it(tmp_path: Path) -> None:
     ):
         registry.push_layout(layout.directory, "latest", "train:1")
         image = f"{relay.host}/train:1"
-        # The client that says least: with containerd 1.6 not even which layer it unpacks.
+        # The client with the least information: with containerd 1.6 not even the unpacked layer.
         node.ctr("images", "pull", "--plain-http", "--snapshotter", "bootseer", image)
         pulled = relay.count(BLOBS)
         wait_for(lambda: images(node))
@@ -68,7 +68,7 @@ def test_the_next_node_need_not_pull_it(tmp_path: Path) -> None:
         assert relay.count(BLOBS) == pulled
         (record,) = images(node)
         assert record.reference == f"containerd/{record.identity}"
-        # As if this were another one.
+        # As on another node.
         node.remove_image(image)
         wait_for(lambda: not node.snapshots())
         node.pull(image)

@@ -1,4 +1,4 @@
-"""The snapshotter as containerd calls it, over its socket, with real mounts but no containerd."""
+"""The snapshotter called over its socket as containerd calls it, with real mounts."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ def test_messages_are_encoded_as_containerd_does() -> None:
     info = MESSAGES["Info"](name="n", kind=KIND_COMMITTED)
     info.created_at.seconds = 1
     assert info.SerializeToString() == b"\x0a\x01n\x18\x03\x22\x02\x08\x01"
-    # What a later release of containerd may send besides.
+    # Fields that a later release of containerd may send.
     later = request.SerializeToString() + b"\xfa\x01\x01x"
     assert MESSAGES["PrepareSnapshotRequest"].FromString(later).key == "k"
 
@@ -100,7 +100,7 @@ def test_a_full_disk_leaves_nothing_half_made(tmp_path: Path) -> None:
 
 
 def test_deep_directories_are_counted_and_removed(node: ContainerdNode) -> None:
-    """Deeper than Python recurses, and than a path can say."""
+    """Deeper than Python's recursion limit, and than a path can be."""
     (mount,) = node.call("Prepare", key="a").mounts
     run_program(
         """
@@ -131,7 +131,7 @@ def test_only_its_user_may_ask_it(node: ContainerdNode) -> None:
 @pytest.mark.needs("root")
 def test_systemd_hears_that_it_is_ready(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
-        # An abstract name that no other run of the tests on this machine has.
+        # An abstract name that no other test run on this machine uses.
         name = f"bootseer-test-systemd-{os.getpid()}"
         receiver.bind("\0" + name)
         receiver.settimeout(60)
@@ -155,7 +155,7 @@ def test_systemd_hears_that_it_is_ready(tmp_path: Path) -> None:
 
 
 def refusal_code(code: str, root: Path) -> str:
-    """What a program says that ends without having made the snapshotter's folder."""
+    """Return the message of a program that ends before it makes the snapshotter's folder."""
     done = subprocess.run(
         [sys.executable, "-c", code, root],
         cwd=REPOSITORY,

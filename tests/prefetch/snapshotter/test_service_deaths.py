@@ -1,4 +1,4 @@
-"""Servers, snapshotters and machines that die under a snapshotter's mounts."""
+"""Deaths of servers, snapshotters and machines below a snapshotter's mounts."""
 
 import contextlib
 import os
@@ -105,7 +105,7 @@ def test_a_start_mends_what_the_machines_end_left(
     (node.root / "snapshots/new-garbage").mkdir()
     (node.root / "trees/garbage").mkdir()
     node.snapshotter = node.start_snapshotter()
-    # Without being asked: containers that are started again find it there.
+    # Without a request: restarted containers find it there.
     wait_for(lambda: len(node.trees()) == 1)
     assert checksums_in_child([node.trees()[0] / "top"]) == [digest(b"t")[7:]]
     wait_for(lambda: directories(node) == before)
@@ -122,7 +122,7 @@ def test_an_index_that_a_crash_tore_is_fetched_again(node: ContainerdNode, tmp_p
     node.kill_image_servers()
     detach(lower, lazy=True)
     kept = node.settings.cache_dir / "indexes" / record.index_digest.partition(":")[2]
-    # What a file system leaves of a file that was renamed and not synced.
+    # Possible remains of a file that was renamed and not synced.
     kept.write_bytes(b"")
     node.snapshotter = node.start_snapshotter()
     lower = lower_of(node.call("Mounts", key="c1"))

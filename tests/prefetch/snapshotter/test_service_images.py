@@ -1,4 +1,4 @@
-"""What the snapshotter makes of indexed images: which tree is mounted, for whom, and when."""
+"""Snapshots of indexed images: the mounted tree, its users and its lifetime."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ def test_an_indexed_image_is_there_without_being_unpacked(
         digest(b"base")[7:],
         "ENOENT",
     ]
-    # So that records and bundles are those of `image run`, `image mount` and other nodes.
+    # So that records and bundles are shared with `image run`, `image mount` and other nodes.
     ((_, state),) = live_mounts(node.settings.run_dir)
     assert (state.index_digest, state.workload) == (record.index_digest, "train")
     info = node.call("Stat", key=CHAINS[-1]).info
@@ -106,7 +106,7 @@ def test_layers_that_are_not_indexed_lie_on_those_that_are(
     first, second = map(Path, lowers.split(":"))
     assert first == Path(upper)
     assert checksums_in_child([second / "top"]) == [digest(b"t")[7:]]
-    # What holds the mount is the container, not the committed snapshot between.
+    # The container holds the mount, not the committed snapshot in between.
     node.call("Remove", key="c1")
     wait_for(lambda: not node.trees())
 
@@ -189,7 +189,7 @@ def test_a_tree_that_cannot_be_mounted_is_unavailable(
     code = fresh.refusal_code("Prepare", key="c1", parent=CHAINS[-1])
     assert code is grpc.StatusCode.UNAVAILABLE
     assert fresh.refusal_code("Stat", key="c1") is grpc.StatusCode.NOT_FOUND
-    # And when the store is back, it works.
+    # When the store is back, it works.
     (tmp_path / "elsewhere").rename(store)
     lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[-1]))
 
@@ -197,7 +197,7 @@ def test_a_tree_that_cannot_be_mounted_is_unavailable(
 def test_a_damaged_image_is_not_noted_as_an_environment(
     fresh: ContainerdNode, tmp_path: Path
 ) -> None:
-    """A note is for the next start of an environment, which looks at it; no container does."""
+    """The next start of an environment reads such a note; a container does not."""
     record = add_image(fresh, tmp_path)
     pull(fresh)
     lower = lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[-1]))
@@ -210,7 +210,7 @@ def test_a_damaged_image_is_not_noted_as_an_environment(
     (found,) = [one for one in known_servers(fresh.settings.run_dir) if one.is_running]
     assert found.kind == "containerd image"
     assert not (fresh.settings.cache_dir / "damaged").exists()
-    # And its server says where the damage is.
+    # Its server's log names the damage.
     log = log_path(fresh.settings.run_dir, found.state.id).read_text()
     assert blob_key(record.layers[0].blob_digest) in log
 
@@ -239,7 +239,7 @@ def test_pulled_images_are_mounted_although_one_of_them_cannot_be(tmp_path: Path
                 before = {info.path for info in store.list()}
             records[name] = index(node.settings, tmp_path / name, f"{name}:1")
             (chains[name],) = chain_ids([digest(tar_of(layer))])
-        # The first one takes its time, so that the others are due together.
+        # The first one is slow, so that the others are due together.
         for number, name in enumerate(("first", "lost", "last")):
             labels = {REF_LABEL: chains[name]}
             node.refusal_code("Prepare", key=f"extract-{number}", parent="", labels=labels)

@@ -1,4 +1,4 @@
-"""What a snapshot shows, and which trees that takes: pure."""
+"""Content of a snapshot, and the trees it needs. Pure."""
 
 from pathlib import Path
 

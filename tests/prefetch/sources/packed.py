@@ -1,4 +1,4 @@
-"""What the tests of sources ask of every one: its layers, packed."""
+"""Packing of a source's layers, for the tests of all sources."""
 
 import io
 
@@ -6,7 +6,7 @@ from bootseer.prefetch.sources import ImageSource
 
 
 def packed_digests(source: ImageSource) -> list[str]:
-    """Packs every layer, which verifies it."""
+    """Pack every layer, which verifies it; return their digests."""
     with source:
         return [
             layer.pack(io.BytesIO(), lambda count: None).tree.blobs[0].digest

@@ -1,4 +1,4 @@
-"""Images in a real Docker engine: the one that runs, or one started for the test."""
+"""Images in a real Docker engine: a running one, or one started for the test."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ _START_S = 30
 
 def _answers(url: str) -> bool:
     with warnings.catch_warnings():
-        # The SDK does not close the socket that it could not connect.
+        # The SDK does not close a socket that it could not connect.
         warnings.simplefilter("ignore", ResourceWarning)
         try:
             client = DockerClient(base_url=url, timeout=5)
@@ -39,7 +39,7 @@ def _answers(url: str) -> bool:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of an engine."""
+    """URL of an engine."""
     if "DOCKER_HOST" in os.environ or Path("/var/run/docker.sock").exists():
         url = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
         if _answers(url):
@@ -104,7 +104,7 @@ def test_an_image_in_the_engine(
                 direct = index_image(source, store, work)
             with open_source(f"docker://{name}", work) as source:
                 assert source.reference == name
-                # Were this process killed now, nothing would stay.
+                # If this process were killed now, nothing would stay.
                 assert list(work.iterdir()) == []
                 record = index_image(source, store, work)
         finally:

@@ -1,4 +1,4 @@
-"""Stacks of real tars, packed and merged, against a model that spells every rule out."""
+"""Stacks of real tars, packed and merged, against a model with every rule spelled out."""
 
 import io
 import stat
@@ -24,10 +24,10 @@ def packed(members: Sequence[Member]) -> LayerTree:
 
 @dataclass(eq=False)
 class Thing:
-    """A file or directory of the model; two names of one thing are hard links."""
+    """File or directory of the model; two names of one thing are hard links."""
 
     member: Member | None
-    """None: implied."""
+    """Its tar member; None if it is implied."""
 
     @property
     def is_dir(self) -> bool:
@@ -35,7 +35,7 @@ class Thing:
 
 
 def above(path: str) -> list[str]:
-    """Every directory that leads to `path`, the root first."""
+    """Return every directory that leads to `path`, the root first."""
     parts = path.split("/")
     return ["/".join(parts[:count]) for count in range(len(parts))] if path else []
 
@@ -46,14 +46,14 @@ def remove(state: dict[str, Thing], path: str) -> None:
 
 
 class Model:
-    """What unpacking the layers one after another gives."""
+    """Result of unpacking the layers one after another."""
 
     def __init__(self) -> None:
         self.state: dict[str, Thing] = {"": Thing(None)}
         self.layer: dict[str, Thing] = {"": Thing(None)}
 
     def accepts(self, member: Member) -> bool:
-        """Whether the member makes sense here; else it is left out of the tar."""
+        """Return whether the member makes sense here; else it is left out of the tar."""
         path = member.name.removeprefix("./").rstrip("/")
         if any(p in self.layer and not self.layer[p].is_dir for p in above(path)):
             return False
@@ -61,7 +61,7 @@ class Model:
             return False
         if member.kind == "h":
             target = self.layer.get(member.link) or self.state.get(member.link)
-            # What a layer has at a path hides what is below, also from its own links.
+            # An entry of a layer hides everything below its path, also from its own links.
             leads = any(p in self.layer and not self.layer[p].is_dir for p in above(member.link))
             return (
                 target is not None
@@ -130,7 +130,7 @@ def members(draw: st.DrawFn, number: int) -> Member:
         target = "/".join(draw(st.lists(NAMES, min_size=1, max_size=3)))
         return Member(prefix + name, "h", link=target, uid=number)
     if kind == "l":
-        # Dangling: what leads through symbolic links is the business of the tar packer's tests.
+        # Dangling links only: paths through symbolic links are tested with the tar packer.
         return Member(prefix + name, "l", link=f"absent-{number}", uid=number)
     return Member(prefix + name, data=b"%d" % number, uid=number)
 
@@ -165,7 +165,7 @@ def test_tars_against_the_model(stack: tuple[list[list[Member]], Model]) -> None
         inode = tree.inode(found[path])
         member = thing.member
         assert stat.S_ISDIR(inode.mode) == thing.is_dir, path
-        # The root's own attributes are not unpacked.
+        # The root's attributes are not unpacked.
         assert inode.uid == (member.uid if member and path else 0), path
         if member and member.kind == "f":
             assert inode.digest == content_digest(member.data), path
@@ -237,8 +237,8 @@ def test_a_link_in_the_place_of_the_root() -> None:
 
 
 def test_folders_that_are_replaced_again_and_again() -> None:
-    """Each replacement once went through all names of the layer, or all its links."""
-    # By hand, which takes a quarter of the time.
+    """Regression: each replacement went through all names of the layer, or all its links."""
+    # Written by hand, which takes a quarter of the time.
     headers = [block(b"many/%d" % n) for n in range(20_000)]
     headers += [block(b"links/%d" % n, b"1", link=b"below") for n in range(5_000)]
     for n in range(5_000):

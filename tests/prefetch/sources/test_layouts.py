@@ -1,4 +1,4 @@
-"""OCI layouts and archives: what is opened, under which name, and what is refused."""
+"""OCI layouts and archives: names, opening and refusals."""
 
 import contextlib
 import gc
@@ -248,7 +248,7 @@ def archive_of(files: Mapping[str, bytes], links: Mapping[str, str] | None = Non
 
 
 def saved(layers: Mapping[str, bytes], tags: list[str], **more: Any) -> dict[str, bytes]:
-    """The files of an archive as Docker before 25 wrote them."""
+    """Return the files of an archive as Docker before 25 wrote them."""
     diff_ids = [digest(data) for data in layers.values()]
     config = json.dumps({"rootfs": {"type": "layers", "diff_ids": diff_ids}, **more}).encode()
     name = digest(config)[7:] + ".json"
@@ -354,7 +354,7 @@ def test_a_name_for_what_has_none(directory: str, reference: str, tmp_path: Path
 
 def test_no_docker_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
-        # The SDK does not close the socket that it could not connect.
+        # The SDK does not close a socket that it could not connect.
         warnings.simplefilter("ignore", ResourceWarning)
         for host in (f"unix://{tmp_path}/absent.sock", "tcp://127.0.0.1:1", "nonsense"):
             monkeypatch.setenv("DOCKER_HOST", host)
@@ -367,10 +367,10 @@ def test_no_docker_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Engine(http.server.BaseHTTPRequestHandler):
-    """A Docker engine with one image, tool:1."""
+    """Docker engine with one image, tool:1."""
 
     sends: Callable[[io.BufferedIOBase, threading.Event], object]
-    """Sends the image; the event says that the test is over."""
+    """Function that sends the image; the event is set at the test's end."""
     size_bytes = 0
     over: threading.Event
 
@@ -401,7 +401,7 @@ def engine(
     sends: Callable[[io.BufferedIOBase, threading.Event], object],
     size_bytes: int = 0,
 ) -> Iterator[None]:
-    """The Docker engine of this process, which says that the image has so many bytes."""
+    """Replace the Docker engine of this process; its image claims to have so many bytes."""
     over = threading.Event()
     kind = type("One", (Engine,), {"sends": sends, "size_bytes": size_bytes, "over": over})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind)
@@ -447,14 +447,14 @@ def test_a_copy_of_an_engines_image_is_gone_with_its_process(
     with engine(monkeypatch, lambda sink, over: sink.write(image), len(image)):
         source = opened("docker://tool:1", tmp_path)
     assert source.reference == "tool:1"
-    # Were this process killed now, nothing would stay.
+    # If this process were killed now, nothing would stay.
     assert list((tmp_path / "work").iterdir()) == []
     first, second = packed_digests(source)
     assert first == second
 
 
 def test_a_layer_as_umoci_inserts_it_ends_with_its_last_byte(tmp_path: Path) -> None:
-    """Without padding and without the blocks that end an archive, as containerd takes it."""
+    """Without padding and without the blocks that end an archive, as containerd accepts it."""
     layout, tree = tmp_path / "layout", tmp_path / "tree"
     tree.mkdir()
     (tree / "x").write_bytes(b"hello")

@@ -1,4 +1,4 @@
-"""Images in a real registry, packed as the layout that was pushed is packed."""
+"""Images in a real registry are packed like the layout that was pushed."""
 
 import json
 import secrets
@@ -90,7 +90,7 @@ def test_an_image_in_dockers_format(registry: Registry, tmp_path: Path) -> None:
 
 
 def pushed_index(registry: Registry, tmp_path: Path, *platforms: dict[str, str]) -> tuple[str, Any]:
-    """An index with one image per platform, whose only file says which."""
+    """Push an index with one image for each platform, whose only file names the platform."""
     layout = LayoutBuilder(tmp_path / "platforms")
     entries = []
     for platform in platforms:
@@ -162,7 +162,7 @@ def test_what_is_no_container_image(registry: Registry, tmp_path: Path) -> None:
 def test_layers_that_may_not_be_distributed(
     registry: Registry, relay: FaultyRelay, tmp_path: Path, media_type: str
 ) -> None:
-    """Registries differ in whether they take them: a relay gives the answer."""
+    """Not every registry accepts them, so a relay answers."""
     config = {**EMPTY, "mediaType": "application/vnd.oci.image.config.v1+json"}
     layer = {**EMPTY, "mediaType": media_type, "urls": ["https://example.com/x"]}
     image = {"schemaVersion": 2, "mediaType": MANIFEST_TYPE, "config": config, "layers": [layer]}
@@ -172,7 +172,7 @@ def test_layers_that_may_not_be_distributed(
 
 
 def test_the_format_of_2015(registry: Registry, relay: FaultyRelay, tmp_path: Path) -> None:
-    """Nothing pushes it any more: a relay says that the registry's answer is one."""
+    """No program pushes it any more: a relay marks the registry's answer as one."""
     layout = write_layout(tmp_path / "l", NASTY, tag="v1")
     where = registry.push_layout(layout.directory, "v1", f"{name()}:v1")
     old = json.dumps({"schemaVersion": 1, "fsLayers": []}).encode()

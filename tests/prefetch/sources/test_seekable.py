@@ -1,4 +1,4 @@
-"""A gzip layer read by seek points gives what gunzip gives, and nothing else."""
+"""A gzip layer read by seek points equals the output of gunzip."""
 
 import gzip
 import hashlib
@@ -51,7 +51,7 @@ def _members(step: int) -> bytes:
 
 
 def _flushed() -> bytes:
-    """As pigz writes: empty stored blocks between its pieces."""
+    """Return gzip data as pigz writes it: empty stored blocks between its pieces."""
     compressor = zlib.compressobj(6, wbits=31)
     made = []
     for at in range(0, len(TAR), 50_000):
@@ -113,7 +113,7 @@ def test_each_span_alone_is_what_gunzip_gives(kind: str) -> None:
     assert seek_points.encode(points) == data
     assert blob.digest == f"points:{hashlib.sha256(data).hexdigest()}"
     assert len(blob.frames) == len(points.points) > 3
-    # Backwards, so that none leans on the one before.
+    # Backwards, so that no read uses the state of the one before.
     for number in reversed(range(len(blob.frames))):
         frame = blob.frames[number]
         end = frame.stream_offset + frame.stream_length
@@ -201,7 +201,7 @@ def test_hostile_objects_are_refused() -> None:
         seek_points.decode(data[:8] + b"\2\0" + data[10:])
     with pytest.raises(UnknownFormatError):
         seek_points.decode(b"BOOTTREE" + data[8:])
-    # A count that promises more than there is costs nothing.
+    # A count that is larger than the data costs nothing.
     with pytest.raises(CorruptError):
         seek_points.decode(data[:12] + b"\xff\xff\xff\xff" + data[16:])
     drawn = random.Random(2)

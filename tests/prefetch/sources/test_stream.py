@@ -1,4 +1,4 @@
-"""Layers are decompressed, bounded and verified to the last byte."""
+"""Decompression of layers: bounded, and verified to the last byte."""
 
 import gzip
 import hashlib
@@ -88,8 +88,8 @@ def test_a_flipped_byte_is_refused(compression: str, position: float) -> None:
     stored[int(len(stored) * position)] ^= 0x40
     with pytest.raises(CorruptError):
         read(bytes(stored), stored_digest=whole)
-    # Also where only the uncompressed digest is known; a byte that decompresses to the same
-    # content (in a header's time stamp, say) does no harm there.
+    # Also if only the uncompressed digest is known; a byte that decompresses to the same content
+    # (in a header's time stamp, say) does no harm there.
     try:
         assert read(bytes(stored), stored_digest=None) == CONTENT
     except (CorruptError, UnsupportedError):
@@ -108,7 +108,7 @@ def test_a_cut_off_layer_is_refused(compression: str, kept: int) -> None:
 
 @pytest.mark.parametrize("compression", ["gzip", "members", "zstd", "frames"])
 def test_a_stream_that_ends_amid_a_frame_is_no_whole_one(compression: str) -> None:
-    """Not by its digest, which not every caller knows: by the compression itself."""
+    """The compression shows it, not the digest, which not every caller knows."""
     stored = compress(CONTENT, compression)
     assert b"".join(decompress(io.BytesIO(stored).read, "stream")) == CONTENT
     for cut in (10, 1000, len(stored) // 2, len(stored) - 1):

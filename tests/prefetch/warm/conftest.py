@@ -1,4 +1,4 @@
-"""A directory with a real Python package in it, and `bootseer warm` on it as a user runs it."""
+"""A directory with a real Python package, and `bootseer warm` on it as a user runs it."""
 
 import json
 import os
@@ -19,7 +19,7 @@ IMPORT = "import package, sys; sys.stdout.write(str(package.TOTAL))"
 
 
 def make_package(directory: Path) -> int:
-    """A package whose import reads modules and a part of a data file; returns its TOTAL."""
+    """Make a package whose import reads modules and a part of a data file; return its TOTAL."""
     package = directory / "package"
     package.mkdir(parents=True)
     lines = ["import mmap, os", "TOTAL = 0"]
@@ -50,7 +50,7 @@ def evict(directory: Path) -> None:
 
 
 class WarmingNode(Node):
-    """A node on which folders are warmed."""
+    """Node on which folders are warmed."""
 
     def __init__(self, base: Path, store: Path) -> None:
         self.folder_of_store = store
@@ -61,14 +61,14 @@ class WarmingNode(Node):
     def warm_import(
         self, directory: Path, *options: object, code: str = IMPORT, deadline_s: int = 30
     ) -> Completed:
-        """`bootseer warm DIRECTORY` around a Python that imports the package there."""
+        """Run `bootseer warm DIRECTORY` around a Python that imports the package."""
         script = f"import sys; sys.path.insert(0, {str(directory)!r}); {code}"
         command = (sys.executable, "-S", "-c", script)
         variables = {"BOOTSEER_DEADLINE": str(deadline_s)}
         return self.run("warm", *options, directory, "--", *command, variables=variables)
 
     def until(self, action: str) -> str:
-        """Python code that waits until the process in the background says that it did this."""
+        """Return Python code that waits until the background process reports this action."""
         states = str(self.base / "run" / "warm" / "*.json")
         return (
             "import glob, json, time\n"
@@ -77,7 +77,7 @@ class WarmingNode(Node):
         )
 
     def last(self) -> dict[str, Any]:
-        """What the process in the background did, once it has done it."""
+        """Return the background process's last action, once it has ended."""
         ended: list[dict[str, Any]] = []
 
         def find() -> bool:
@@ -91,7 +91,7 @@ class WarmingNode(Node):
         return ended[0]
 
     def shown(self, directory: Path, *options: object) -> dict[str, Any]:
-        """`bootseer warm --show --json`, once nothing is under way any more."""
+        """Return the output of `bootseer warm --show --json` once no process is at work."""
         done = self.run("warm", "--show", "--json", *options, directory)
         assert done.returncode == 0, done.stderr
         document: dict[str, Any] = json.loads(done.stdout)
@@ -107,7 +107,7 @@ def _lives(pid: int) -> bool:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[WarmingNode]:
-    """The first node."""
+    """First node."""
     made = WarmingNode(tmp_path / "node", tmp_path / "store")
     yield made
     made.sweep()

@@ -1,4 +1,4 @@
-"""Warming what is not an ordinary local tree: a slow file system, an overlay, others' files."""
+"""Warming of other than local trees: a slow file system, an overlay, other users' files."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from testbed.users import NOBODY, become, folder_for_all_users
 from tests.prefetch.warm.conftest import IMPORT, WarmingNode, evict, make_package
 
 _NOBODY = 65534
-# What the package's data file makes: each of 128 pages lies by itself.
+# Requests for the package's data file: each of 128 pages lies by itself.
 _FAULT_COUNT = 128
 
 
@@ -65,9 +65,9 @@ def test_a_slow_file_system_is_asked_for_much_at_once_instead_of_page_by_page(
         code = f"import sys; sys.path.insert(0, {str(mountpoint)!r}); {IMPORT}"
         assert check_python(code) == "194"
         later = warmed.counters()
-    # Everything that the start reads is there: not one more read.
+    # Everything that the start reads is cached: not one more read.
     assert (later.read_count, later.read_bytes) == (0, 0)
-    # What was moved is what is on record and the gaps between, but for the ends of pages.
+    # The moved bytes are the recorded ones and the gaps between, except for the ends of pages.
     assert shown["range_bytes"] <= ahead.read_bytes <= figures["planned_bytes"] + 64 * 4096
     assert ahead.small_read_count <= 1
     assert ahead.read_count < without.read_count / 5
@@ -85,7 +85,7 @@ def test_a_command_gets_its_bytes_while_they_are_read_ahead(
             assert (done.returncode, done.stdout, done.stderr) == (0, "194", "")
             assert node.last()["action"] == ("recorded", "read")[number]
             if number:
-                # No page came twice, whoever asked for it.
+                # No page came twice.
                 data_bytes = sum(p.stat().st_size for p in source.rglob("*") if p.is_file())
                 assert slow.counters().read_bytes <= data_bytes
 
@@ -103,7 +103,7 @@ def test_an_overlay_is_warmed_through_its_lower_files(
         f"mount -t overlay overlay -o lowerdir={source},upperdir={tmp_path}/upper,"
         f'workdir={tmp_path}/work {merged} && exec "$@"'
     )
-    # A namespace of its own for each, as two nodes have: nothing stays mounted.
+    # A mount namespace each, as two nodes have: nothing stays mounted.
     prefix = ("unshare", "--mount", "sh", "-c", mount, "sh")
     evict(source)
     evict(tmp_path / "upper")
@@ -117,7 +117,7 @@ def test_an_overlay_is_warmed_through_its_lower_files(
     figures = json.loads(done.stdout)
     assert figures["file_count"] == 14
     assert figures["read_bytes"] == figures["planned_bytes"] > 2**19
-    # The pages are the lower file's: whoever mounts it finds them.
+    # The pages belong to the lower file, so every mount of it finds them.
     assert cached_bytes(source / "package/data")
 
 
@@ -155,7 +155,7 @@ def test_files_of_another_user_are_recorded_whole(source: Path, tmp_path: Path) 
 def test_root_of_a_container_without_privileges_knows_what_it_is_not_told(
     source: Path, node: WarmingNode
 ) -> None:
-    """The kernel said "all is cached" of files that were not, and nothing was read ahead."""
+    """Regression: the kernel reported uncached files as cached, and nothing was read ahead."""
     prefix = ("unshare", "--user", "--map-root-user")
     if node.run("--version", prefix=prefix).returncode:
         raise MissingError("no user namespaces here")

@@ -1,4 +1,4 @@
-"""What is read ahead: in which pieces, and within the memory that the machine leaves."""
+"""Readahead: its pieces, within the memory that the machine has free."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_a_control_group_may_leave_less(
     group.mkdir()
     (group / "memory.max").write_text(limit + "\n")
     (group / "memory.current").write_text(f"{300 * _MIB}\n")
-    # Page cache gives way, so it counts as free.
+    # Page cache can be dropped, so it counts as free.
     (group / "memory.stat").write_text(f"anon 5\ninactive_file {100 * _MIB}\n")
     assert budget_bytes(meminfo, group) == expected_mib * _MIB
 

@@ -1,4 +1,4 @@
-"""Records: round trip, merging, and refusal of what is hostile or foreign."""
+"""Records: round trip, merging, and refusal of hostile or foreign ones."""
 
 import itertools
 import json

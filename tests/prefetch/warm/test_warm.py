@@ -26,13 +26,13 @@ _TOUCHED = {"package/__init__.py", "package/data", *(f"package/m{n}.py" for n in
 
 
 def _own_file(node: WarmingNode, directory: Path, kind: str) -> Path:
-    """Return the path of the lock, the state or the log of what warms a directory."""
+    """Return the path of the lock, the state or the log of a directory's warming."""
     _, digest, _ = key_of(identity_of(str(directory), None), "default").split("/")
     return node.base / "run/warm" / f"{digest[:16]}-default.{kind}"
 
 
 def _is_on_disk(directory: Path) -> bool:
-    """Whether pages can be dropped from the cache at all: not on tmpfs."""
+    """Return whether pages can be dropped from the cache at all, which is not so on tmpfs."""
     probe = directory / "probe"
     probe.write_bytes(b"x" * 4096)
     evict(directory)
@@ -65,7 +65,7 @@ def test_what_a_start_touched_is_recorded_and_read_ahead_on_another_node(
     files = {file["path"]: file for file in shown["files"]}
     assert set(files) == _TOUCHED
     assert method == "auto" or shown["method"] == method
-    # Every second page of its first quarter was touched, and nothing behind.
+    # Every second page of its first quarter was read, and none behind.
     assert 2**19 <= files["package/data"]["range_bytes"] < 2**21
     if method != "residency":
         assert shown["files"][0]["path"] == "package/__init__.py"
@@ -87,7 +87,7 @@ def test_the_command_starts_while_it_is_read_ahead(tree: Path, node: WarmingNode
     assert node.warm_import(tree).returncode == 0
     assert node.last()["action"] == "recorded"
     evict(tree)
-    # Until all of it is read: the read-ahead ends with the command.
+    # Until all of it is read: the readahead ends with the command.
     waiting = IMPORT + "\n" + node.until("read")
     second = node.warm_import(tree, code=waiting)
     assert (second.returncode, second.stdout, second.stderr) == (0, "194", "")
@@ -143,7 +143,7 @@ def test_a_script_that_names_no_interpreter_is_for_sh(
 
 def test_the_command_finds_no_child_of_ours(tree: Path, node: WarmingNode) -> None:
     done = node.run("warm", tree, "--", "sh", "-c", "cat /proc/$$/task/$$/children; exec true")
-    # What it sees is cat itself.
+    # The trace shows cat itself.
     assert len(done.stdout.split()) == 1, done.stdout
 
 
@@ -177,7 +177,7 @@ def test_nothing_outside_is_opened_through_links_that_replaced_what_was_recorded
 ) -> None:
     assert node.warm_import(tree).returncode == 0
     assert node.last()["action"] == "recorded"
-    # The same names, sizes and times, but elsewhere.
+    # The same names, sizes and times, but another folder.
     outside = (tree / "package").rename(tmp_path / "outside")
     (tree / "package").symlink_to(outside)
     evict(outside)
@@ -252,11 +252,11 @@ def test_a_store_that_hangs_delays_the_command_no_longer_than_its_deadline(
         done = node.warm_import(tree, deadline_s=1)
         assert (done.returncode, done.stdout) == (0, "194")
         assert len(done.stderr.splitlines()) == 1
-        # Whichever of the two is over first: a read of the store, or the wait for all of it.
+        # The first of the two: a read of the store, or the wait for all of it.
         assert re.search(
             r"is not warmed: (warming was not ready in 6 s|.*no answer within 1 s)", done.stderr
         )
-    # Whatever was started for it is gone: the lock is free.
+    # Its background process has ended: the lock is free.
     os.close(lock_file(_own_file(node, tree, "lock"), 0))
 
 
