@@ -1,4 +1,4 @@
-"""Fixtures that several packages' tests use."""
+"""Fixtures and hooks for all tests."""
 
 import gc
 import os
@@ -31,7 +31,7 @@ from tests.support import quarantine, scheduling
 if TYPE_CHECKING:
     from xdist.remote import Producer
 
-# How long an example takes, to draw and to run, says only how busy the machine is.
+# The time of an example shows only how busy the machine is.
 settings.register_profile("bootseer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("bootseer")
 _LONGEST_NAME = 200
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Durations:
-    """Adds up what each test takes, with what it sets up, and writes it at the end."""
+    """Adds up the time of each test and its fixtures, and writes all times at the end."""
 
     def __init__(self) -> None:
         self._durations: dict[str, float] = defaultdict(float)
@@ -64,25 +64,33 @@ class _Durations:
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object) -> str | None:
-    """Name a long value of a parameter by its first characters and its length: each worker sends
-    all names to the one that hands out tests, and pytest puts a test's into the environment."""
+    """Name a long parameter by its first characters and its length.
+
+    Each worker sends all names to the controller, and pytest puts a test's name into the
+    environment.
+    """
     if isinstance(val, str | bytes) and len(val) > _LONGEST_NAME:
         return f"{val[:_LONGEST_NAME]!r}... of {len(val)}"
     return None
 
 
 def leave_mounts() -> None:
-    """Mounts of this process's own: a mount namespace that a test of another process makes would
-    copy them, and keep their servers alive for as long as it lives."""
-    # Without the rights the tests that mount are skipped, each saying so.
+    """Enter a mount namespace of this process's own.
+
+    A namespace made by a test of another process would copy this process's mounts, and keep their
+    servers alive.
+    """
+    # Without the rights, the tests that mount are skipped with a reason each.
     with suppress(OSError):
         namespaces.unshare(namespaces.CLONE_NEWNS)
         namespaces.make_private()
 
 
 def reset_signals() -> None:
-    """Signals as a login has them: `nohup make test &` ignores some, which all that the tests start
-    would inherit."""
+    """Set signals as after a login.
+
+    `nohup make test &` ignores some signals, which all children of the tests would inherit.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
         if signal.getsignal(number) == signal.SIG_IGN:
@@ -110,7 +118,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _quarantine(items: list[pytest.Item]) -> None:
-    """Let tests fail that tests/quarantine.txt lists. Raises: ValueError for a line too old."""
+    """Mark the tests of tests/quarantine.txt as allowed to fail. Raises: ValueError for an old
+    line."""
     listed = {
         line.node_id: line.reason
         for line in quarantine.read(quarantine.LIST.read_text(encoding="utf-8"), date.today())
@@ -122,7 +131,7 @@ def _quarantine(items: list[pytest.Item]) -> None:
 
 
 def _skipped(reason: MissingError) -> BaseException:
-    # Else the summary names this file instead of the test's.
+    # Otherwise the summary names this file instead of the test's.
     return pytest.skip.Exception(str(reason), _use_item_location=True)  # noqa: TID251
 
 
@@ -139,7 +148,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None]:
-    """Skip a test that finds out while it runs that the machine lacks something."""
+    """Skip a test that raises MissingError."""
     try:
         return (yield)
     except MissingError as reason:
@@ -148,7 +157,7 @@ def pytest_runtest_call() -> Generator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Say with a failure which processes hang: of a mount or a disk that does not answer."""
+    """Add to a failure the processes that hang on a mount or disk that does not answer."""
     report = yield
     if report.failed and (stuck := uninterruptible_threads()):
         report.sections.append(("threads that wait in the kernel", stuck))
@@ -156,8 +165,8 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # What was imported and collected stays: half a million objects that no collection of garbage
-    # need look at again, and whose pages forked children need not copy.
+    # Modules and collected tests stay: half a million objects that garbage collections need not
+    # visit again, and whose pages forked children need not copy.
     gc.collect()
     gc.freeze()
     if session.config.getoption("loadgroup", default=False):
@@ -168,9 +177,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def _environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(TEST_NETWORK, limited.__name__)
-        # Else each start is followed by a process that puts its timeline into the store.
+        # Without this, each start is followed by a process that copies its timeline to the store.
         patched.setenv(variable_of("publish_timelines"), "off")
-        # What an activated environment has installed, torch for one, would decide what starts do.
+        # Packages of an activated environment, such as torch, would change starts.
         if environment := os.environ.get("VIRTUAL_ENV"):
             folders = os.environ["PATH"].split(os.pathsep)
             kept = [folder for folder in folders if folder != f"{environment}/bin"]
@@ -181,29 +190,31 @@ def _environment() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_interpreters() -> Iterator[None]:
-    """What the test starts is executed: it is about what an interpreter does at its start."""
+    """Start real interpreters in a test of how an interpreter starts."""
     with zygote.without_zygote():
         yield
 
 
 @pytest.fixture
 def no_second_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No read is asked for again because it is late: a test that counts the reads, or holds them
-    back, may be stopped for longer than a read may be silent."""
+    """Never ask again for a late read.
+
+    A test that counts reads or holds them back may be stopped for longer than a read may be silent.
+    """
     monkeypatch.setattr(Pace, "has_credit", False)
 
 
 @pytest.fixture
 def store_url(tmp_path: Path) -> str:
-    """The URL of a local store that does not exist yet."""
+    """URL of a local store that does not exist yet."""
     return (tmp_path / "store").as_uri()
 
 
 @pytest.fixture(scope="session")
 def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniHdfs]:
-    """A real HDFS of one NameNode and three DataNodes, shared by the whole session.
+    """Real HDFS of one NameNode and three DataNodes, shared by the whole session.
 
-    A test works in a folder of its own (`hdfs_url`), and undoes what it does to the servers.
+    A test uses a folder of its own (`hdfs_url`), and undoes its changes to the servers.
     """
     with running(MiniHdfs(tmp_path_factory.mktemp("hdfs"))) as cluster:
         yield cluster
@@ -211,14 +222,16 @@ def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniHdfs]:
 
 @pytest.fixture
 def hdfs_url(hdfs: MiniHdfs, tmp_path: Path) -> str:
-    """A folder of the test's own on a real HDFS, which does not exist yet."""
+    """URL of a folder for one test on a real HDFS, which does not exist yet."""
     return f"{hdfs.url}/{tmp_path.parent.name}-{tmp_path.name}"
 
 
 @pytest.fixture(scope="session")
 def rgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a Ceph gateway that the whole session shares; it has the bucket
-    `conformance`. Tests that ask for it are marked `rgw`."""
+    """Environment of a Ceph gateway that the session shares, with the bucket `conformance`.
+
+    Tests that use it are marked `rgw`.
+    """
     with rgw_server(tmp_path_factory.mktemp("rgw")) as environment:
         make_bucket(environment, "conformance")
         yield environment
@@ -226,13 +239,13 @@ def rgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    """A real registry, shared by the tests of a file: each has repositories of its own."""
+    """Real registry, shared by the tests of a file, each with repositories of its own."""
     with running_registry(tmp_path_factory.mktemp("registry")) as running:
         yield running
 
 
 @pytest.fixture
 def relay(registry: Registry) -> Iterator[FaultyRelay]:
-    """Relays to the registry, and does what the test has it do."""
+    """Relay to the registry with faults of the test's choice."""
     with FaultyRelay(registry.host) as running:
         yield running

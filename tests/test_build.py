@@ -13,7 +13,7 @@ from testbed.paths import REPOSITORY
 
 @pytest.mark.needs("root", modules=["setuptools"])
 def test_a_checkout_that_cannot_be_written_can_be_installed(tmp_path: Path) -> None:
-    """Setuptools made `build` and `bootseer.egg-info` in it, as it does by itself."""
+    """Regression: setuptools made `build` and `bootseer.egg-info` in it, as it does by default."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         raise MissingError("no mount namespace can be made here")
     script = (
@@ -33,6 +33,6 @@ def test_a_checkout_that_cannot_be_written_can_be_installed(tmp_path: Path) -> N
     (wheel,) = tmp_path.glob("bootseer-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    # What the three links lead to, and nothing that lies beside them.
+    # The targets of the three links, without anything beside them.
     assert {"bootseer/__main__.py", "bootseer/fuse/kernel/wire.py", "bootseer/py.typed"} <= names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"bootseer"}

@@ -1,7 +1,6 @@
 """Builds the wheel, installs it into a fresh environment and runs it outside the checkout.
 
-Run as `python -m tests.wheel` (see `make wheel-test`): too slow, and too far from the checkout,
-to be one of pytest's tests.
+`python -m tests.wheel` (see `make wheel-test`): too slow for pytest, and outside of the checkout.
 """
 
 import subprocess
@@ -28,7 +27,7 @@ def _run(command: list[str], cwd: Path, timeout_s: int = 600) -> None:
 
 
 def main() -> None:
-    """Raises: CalledProcessError or AssertionError where the wheel is not whole."""
+    """Run all steps. Raises: CalledProcessError or AssertionError if the wheel is incomplete."""
     with tempfile.TemporaryDirectory(prefix="bootseer-wheel-") as name:
         work = Path(name)
         build = [sys.executable, "-m", "build", "--installer", "uv", "--wheel", "--outdir"]

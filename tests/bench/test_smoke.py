@@ -1,6 +1,6 @@
-"""Cases whose smoke run takes a few seconds still run, with the content that they expect.
+"""Cases with a smoke run of a few seconds still run, and check their content.
 
-`make bench-smoke` runs that of every case.
+`make bench-smoke` runs every case.
 """
 
 import subprocess

@@ -50,7 +50,7 @@ def test_spreads_are_by_variant_and_figure() -> None:
 
 
 def test_a_ratio_is_taken_within_each_round() -> None:
-    # The machine got ten times slower in between: the ratio does not notice.
+    # The machine became ten times slower in between: the ratio does not change.
     runs = [run(0, "a", 4), run(0, "b", 2), run(1, "a", 60), run(1, "b", 20)]
     measured = measure_ratio(RATIO, runs)
     assert measured.per_round == (2, 3)

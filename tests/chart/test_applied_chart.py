@@ -1,4 +1,4 @@
-"""The chart as a real API server takes them: each field of each object."""
+"""A real API server accepts each field of each object of the chart."""
 
 import json
 import os
@@ -16,7 +16,7 @@ KUBECTL = cache_folder() / KEPT / "kubectl"
 
 
 def test_an_api_server_takes_every_object(tmp_path: Path) -> None:
-    """Kubectl compares them with the server's schema, and the server validates them."""
+    """kubectl compares them with the server's schema, and the server validates them."""
     with real(tmp_path) as server:
         server.ask("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
         for values in ({}, EVERYTHING, LEAST):
@@ -25,7 +25,7 @@ def test_an_api_server_takes_every_object(tmp_path: Path) -> None:
             assert kubectl(server, tmp_path, text).count("(server dry run)") == len(found)
         with pytest.raises(AssertionError, match="privilege"):
             kubectl(server, tmp_path, text.replace('"privileged"', '"privilege"'))
-        # This server is older than the version in it.
+        # This server is older than the version in the URL.
         text = (CHART.parent / "warm-cronjob.yaml").read_text()
         text = text.replace("apiVersion: batch/v1\n", "apiVersion: batch/v1beta1\n")
         assert "created" in kubectl(server, tmp_path, text)

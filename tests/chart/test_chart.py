@@ -1,4 +1,4 @@
-"""The Helm chart: names that fit, no rights beyond the table."""
+"""The Helm chart: consistent names, and no rights beyond the table in SECURITY.md."""
 
 import json
 import shutil
@@ -68,12 +68,12 @@ def hooks(kubernetes: str) -> dict[str, Object]:
 
 
 def test_pods_without_annotations_are_not_sent_where_that_can_be_said() -> None:
-    """Kubernetes 1.28 knows conditions."""
+    """Match conditions exist since Kubernetes 1.28."""
     known = hooks("1.28.3-gke.100")
     (condition,) = known["pods.bootseer.io"]["matchConditions"]
     names = ", ".join(map(repr, ANNOTATIONS))
     assert f"[{names}].exists( name, name in object" in condition["expression"]
-    # A pod whose label requires a folder and that names none is refused, not left out.
+    # A pod whose label requires a folder and that names none is refused.
     assert "matchConditions" not in known["checkpoints.bootseer.io"]
     assert "matchConditions" not in hooks("1.27.9")["pods.bootseer.io"]
 
@@ -103,7 +103,7 @@ def test_helm_3_and_helm_4_install_the_same(values: Object) -> None:
 
 @pytest.mark.parametrize("version", [HELM_3, HELM_4])
 def test_it_can_be_part_of_another_chart(version: str, tmp_path: Path) -> None:
-    """Which has values for all of its parts."""
+    """The other chart gives values for all of its parts."""
     shutil.copytree(CHART, tmp_path / "charts/bootseer")
     (tmp_path / "Chart.yaml").write_text("{apiVersion: v2, name: site, version: 0.1.0}")
     text = helm("template", "site", tmp_path, "--set=global.a=b", version=version)
@@ -111,7 +111,7 @@ def test_it_can_be_part_of_another_chart(version: str, tmp_path: Path) -> None:
 
 
 def test_names_fit_together(installed: list[Object]) -> None:
-    """Selectors, accounts, roles and volumes name what there is."""
+    """Selectors, accounts, roles and volumes refer to existing objects."""
     keys = [
         (one["kind"], one["metadata"].get("namespace"), one["metadata"]["name"])
         for one in installed
@@ -143,7 +143,7 @@ def test_names_fit_together(installed: list[Object]) -> None:
 
 
 def test_folders_of_the_node_are_where_they_are_on_the_node(installed: list[Object]) -> None:
-    """containerd and the kubelet are told paths of these containers."""
+    """containerd and the kubelet are given paths of these containers."""
     for _, pod in pods(installed):
         hosts = {
             volume["name"]: volume["hostPath"]["path"]
@@ -173,7 +173,7 @@ def test_whoever_mounts_for_the_node_is_restarted_without_a_loss(installed: list
 
 
 def test_no_probe_ends_the_mounts_of_a_node(installed: list[Object]) -> None:
-    """A restart of the spawner does; one of the driver is noticed by no pod."""
+    """A restart of the spawner ends mounts; a restart of the driver is not noticed by pods."""
     asked = {
         one["name"]: "livenessProbe" in one
         for _, pod in pods(installed)
@@ -191,15 +191,15 @@ def test_the_webhook_is_only_in_the_way_of_pods_that_ask_for_it(installed: list[
                 each["key"]: (each["operator"], each["values"])
                 for each in hook["objectSelector"]["matchExpressions"]
             }
-            # Our own pods start without it.
+            # Bootseer's own pods start without the webhook.
             assert selected["app.kubernetes.io/name"] == ("NotIn", ["bootseer"])
-            # Each pod is sent to one entry at most.
+            # Each pod matches at most one entry.
             operator = {"Fail": "In", "Ignore": "NotIn"}[hook["failurePolicy"]]
             assert selected["bootseer.io/checkpoint"] == (operator, ["required"])
 
 
 def test_numbers_of_settings_stay_what_they_are() -> None:
-    """Those of a file of values are floats for Helm: 2e+11 is no size."""
+    """Numbers in a file of values are floats for Helm: 2e+11 is not a size."""
     found = rendered({"settings": {"cache_limit": 200_000_000_000, "deadline": 12.5}})
     (config,) = [one for one in found if one["metadata"]["name"] == "bootseer-config"]
     said = tomllib.loads(config["data"]["bootseer.toml"])
@@ -207,7 +207,7 @@ def test_numbers_of_settings_stay_what_they_are() -> None:
 
 
 def test_names_of_digits_stay_names() -> None:
-    """Kubernetes takes such ones, but no numbers in their place."""
+    """Kubernetes accepts such names as strings only."""
     values = {
         "imagePullSecrets": ["70001"],
         "storeSecret": "70002",
@@ -256,7 +256,7 @@ def test_registries_are_reached_as_the_node_s_containerd_reaches_them(folder: st
 
 
 def test_without_the_snapshotter_pods_get_no_runtime_class_and_containerd_no_lines() -> None:
-    """Pods of a class whose snapshotter does not run would never start."""
+    """Pods of a class without a running snapshotter would never start."""
     found = rendered({"snapshotter": {"enabled": False}})
     assert "RuntimeClass" not in {one["kind"] for one in found}
     names = {one["name"] for _, pod in pods(found) for one in containers(pod)}
@@ -283,7 +283,7 @@ def test_older_clusters_get_what_they_know() -> None:
 
 
 def test_rights_are_those_of_the_table() -> None:
-    """SECURITY.md says of each container what it may do."""
+    """SECURITY.md lists the rights of each container."""
     text = SECURITY.read_text().partition("\n## In a Kubernetes cluster\n")[2].partition("\n## ")[0]
     rows = [row.split(" | ") for row in text.splitlines() if row.startswith("| `")]
     said = {row[0].strip("| "): tuple(cell.strip() for cell in row[1:5]) for row in rows}
@@ -292,7 +292,8 @@ def test_rights_are_those_of_the_table() -> None:
 
 
 def rights_of(found: list[Object]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Of each container: its user and privilege, namespaces and folders of the node, API rights."""
+    """Yield for each container: user and privilege, namespaces and folders of the node, API
+    rights."""
     for name, pod in pods(found):
         spec = pod["spec"]
         shared = [kind for kind in ("Network", "PID", "IPC") if spec.get(f"host{kind}")]
@@ -323,7 +324,8 @@ def rights_of(found: list[Object]) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def test_who_mounts_nothing_has_no_privilege(installed: list[Object]) -> None:
-    """Privileged are those that mount for the node, and that change containerd's configuration."""
+    """Only containers that mount for the node or change containerd's configuration are
+    privileged."""
     for name, pod in pods(installed):
         for one in containers(pod):
             may = {**pod["spec"].get("securityContext", {}), **one["securityContext"]}
@@ -352,7 +354,7 @@ def test_no_account_may_do_more_than_with_one_named_object(installed: list[Objec
 
 
 def test_keys_of_fan_outs_are_created_and_never_read() -> None:
-    """No rule for `create` can have names; one that reads must."""
+    """A rule for `create` cannot name objects; a rule for `get` must."""
     found = rendered({"webhook": {"fanoutKeys": True}})
     rules = [rule for one in found if "Role" in one["kind"] for rule in one.get("rules", ())]
     unnamed = [rule for rule in rules if "resourceNames" not in rule]

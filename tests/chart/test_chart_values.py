@@ -1,4 +1,4 @@
-"""The chart's values: each is documented and used, and Helm refuses wrong ones by their names."""
+"""The chart's values: each is documented and used, and Helm refuses wrong ones by name."""
 
 import json
 import re
@@ -16,13 +16,13 @@ from tests.chart.test_chart import DEFAULTS
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 _SAID_ONCE = {"enabled", "resources"}
-# Helm's own, for a chart that has this one as a part.
+# Values of Helm for a chart that contains this one.
 _OF_HELM = {"global"}
 Keys = tuple[str, ...]
 
 
 def leaves(schema: Mapping[str, Any], *path: str) -> Iterator[Keys]:
-    """Where values lie, as far as the schema names them."""
+    """Yield the paths of values that the schema names."""
     for name, inner in schema.get("properties", {}).items():
         if name not in _OF_HELM:
             yield (*path, name)
@@ -30,7 +30,7 @@ def leaves(schema: Mapping[str, Any], *path: str) -> Iterator[Keys]:
 
 
 def put(values: dict[str, Any], path: Keys, value: Any) -> dict[str, Any]:
-    """The values with another one at a path."""
+    """Return the values with another one at a path."""
     if not path:
         return {**values, **value}
     name, *rest = path
@@ -39,7 +39,7 @@ def put(values: dict[str, Any], path: Keys, value: Any) -> dict[str, Any]:
 
 
 def at_all(paths: list[Keys], value: Any) -> dict[str, Any]:
-    """Values that are all the same."""
+    """Return values that are all the same, at these paths."""
     return reduce(lambda values, path: put(values, path, value), paths, {})
 
 
@@ -53,7 +53,7 @@ def version(request: pytest.FixtureRequest) -> str:
 
 
 def refusals(values: Mapping[str, Any], version: str) -> list[tuple[Keys, str]]:
-    """Where Helm does not take the values, and its words; it names all places at once."""
+    """Return the places at which Helm refuses the values, with its messages."""
     with pytest.raises(ValueError) as caught:
         render(values, version=version)
     lines = re.findall(r"^ *- (?:at '/?(.*?)'|([^ ]+)): (.*)", str(caught.value), re.MULTILINE)
@@ -69,7 +69,7 @@ def refusals(values: Mapping[str, Any], version: str) -> list[tuple[Keys, str]]:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_value_of_another_type_is_refused(depth: int, version: str) -> None:
-    """No value may be an object and a number."""
+    """No value may be an object or a number instead."""
     paths = [path for path in PATHS if len(path) == depth]
     values = at_all(paths, 7.5)
     assert {path for path, _ in refusals(values, version)} == set(paths)
@@ -77,7 +77,7 @@ def test_a_value_of_another_type_is_refused(depth: int, version: str) -> None:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_value_that_is_taken_away_is_missed(depth: int, version: str) -> None:
-    """By `null`, or by `--reuse-values` of a release that did not have it yet."""
+    """Removed by `null`, or missing through `--reuse-values` of an older release."""
     paths = [path for path in PATHS if len(path) == depth]
     values = at_all(paths, None)
     said = refusals(values, version)
@@ -94,7 +94,7 @@ def test_a_misspelt_value_is_refused(version: str) -> None:
     said = refusals(at_all(paths, {"enable": True}), version)
     for path in paths:
         if path == ("settings",):
-            # Helm 4 names another place for it.
+            # Helm 4 names another place.
             assert re.search("""(propertyName|Property name of) ['"]enable['"]""", str(said))
         else:
             assert any(
@@ -144,21 +144,21 @@ def test_a_wrong_value_is_refused(version: str) -> None:
 
 
 def test_every_setting_of_a_node_is_known() -> None:
-    """But for those of one start, and for folders that the chart sets itself."""
+    """Except those of a single start, and folders that the chart sets itself."""
     known = set(SCHEMA["properties"]["settings"]["propertyNames"]["enum"])
     of_a_start = {"job", "submission", "attempt", "node", "rank"}
     of_a_start |= {"fanout", "fanout_hosts", "fanout_port", "fanout_key_file"}
     text = (CHART / "templates" / "config.yaml").read_text()
     of_the_chart = set(re.findall(r"(\w+) = \"", text))
     names = {variable_of(name) for name in Settings.__struct_fields__}
-    # Whose files are believed only a variable can say.
+    # The users whose files are trusted are set by a variable only.
     others = of_a_start | of_the_chart | {"trusted_owners"}
     assert {f"BOOTSEER_{name.upper()}" for name in known | others} == names
     assert not known & of_the_chart
 
 
 def test_every_value_is_documented() -> None:
-    """By a comment above it; one may be of several values."""
+    """The comment above a value documents it; a comment may be for several values."""
     is_said = False
     lines = (CHART / "values.yaml").read_text().splitlines()
     for before, line in pairwise(lines):

@@ -1,4 +1,4 @@
-"""The chart's life by Helm on a real API server: installed, upgraded, rolled back, uninstalled."""
+"""The chart's life by Helm on a real API server: install, upgrade, roll back, uninstall."""
 
 import base64
 import json
@@ -62,7 +62,7 @@ def helms(request: pytest.FixtureRequest, server: ApiServer) -> Sequence[_Helm]:
 
 
 def names(server: ApiServer) -> set[str]:
-    """Of Bootseer's objects, but for Helm's own; the server itself makes others."""
+    """Return the names of Bootseer's objects, without Helm's and the server's own."""
     policy = server.ask("GET", "/apis/policy")["preferredVersion"]["groupVersion"]
     found = [
         f"{path.rpartition('/')[2]}/{one['metadata']['name']}"
@@ -111,7 +111,7 @@ def test_what_is_installed_goes_and_what_is_made_there_stays(
 
 
 def test_parts_are_switched_off_and_on(server: ApiServer, helms: Sequence[_Helm]) -> None:
-    """An API server that applies by itself takes away what was there, not less and not more."""
+    """A server-side apply removes exactly the objects that are not in the chart any more."""
     install, upgrade = helms
     install("install", "bootseer", CHART, "--create-namespace")
     try:
@@ -134,7 +134,7 @@ def test_parts_are_switched_off_and_on(server: ApiServer, helms: Sequence[_Helm]
 def test_a_newer_chart_brings_its_new_values(
     server: ApiServer, helms: Sequence[_Helm], tmp_path: Path
 ) -> None:
-    """To what was set; without them it is refused, and not installed with holes."""
+    """New values are added to the set ones; without them the upgrade is refused."""
     install, upgrade = helms
     older = tmp_path / "chart"
     shutil.copytree(CHART, older)

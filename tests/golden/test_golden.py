@@ -1,7 +1,7 @@
-"""One file of each stored format: it is read, and written again with the same bytes.
+"""Files of each stored format are read, and written again with the same bytes.
 
-What is in a store must stay readable: where a format changes on purpose, its file here changes with
-its page in docs/format.
+Stored files must stay readable: a format's file changes on purpose only, with its page in
+docs/format.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The HDFS of the tests is real: it loses servers, gets them back, and keeps data meanwhile."""
+"""The HDFS of the tests is real: it loses servers, gets them back, and keeps its data."""
 
 import concurrent.futures
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.hdfs
 
 @pytest.fixture
 def whole(hdfs: MiniHdfs) -> Iterator[MiniHdfs]:
-    """The session's HDFS, all of whose servers run again afterwards."""
+    """The session's HDFS; all its servers run again afterwards."""
     yield hdfs
     hdfs.resume()
     hdfs.wait_for_datanodes(hdfs.datanode_count)
@@ -31,7 +31,7 @@ def whole(hdfs: MiniHdfs) -> Iterator[MiniHdfs]:
 
 @pytest.mark.parametrize("replication", [1, 2, 3])
 def test_writing_outlives_a_dead_datanode(whole: MiniHdfs, hdfs_url: str, replication: int) -> None:
-    """The NameNode still offers a dead one to writers, for as long as it does not know."""
+    """The NameNode offers a dead DataNode to writers until it notices its death."""
     data = bytes(range(256)) * 1024
     safe = open_store(hdfs_url + "?replication=3")
     safe.publish("kept", data)
@@ -80,7 +80,7 @@ class _Spoilt:
 def test_a_write_that_stalls_when_it_is_tried_again_is_tried_once_more(
     hdfs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer beside a DataNode that died got no answer until its deadline, and failed."""
+    """Regression: the second writer got no answer until its deadline, and the write failed."""
     create, gate, made = Native.create, threading.Event(), []
 
     def create_spoilt(self: Native, path: str, name: str, **options: Any) -> Any:
@@ -118,8 +118,8 @@ def test_many_blocks_at_once_keep_their_bytes(hdfs: MiniHdfs, hdfs_url: str) -> 
 
 
 def test_each_block_may_wait_for_the_report_of_the_one_before(tmp_path: Path) -> None:
-    """The file was begun again for each, and given up at the ninth."""
-    # As large clusters have it, so that their NameNode hears less often; ever so on a busy machine.
+    """Regression: the file was begun again for each block, and given up at the ninth."""
+    # A setting of large clusters, whose NameNodes are contacted less often; on a busy machine, too.
     late = {"dfs.blockreport.incremental.intervalMsec": "200"}
     data = os.urandom(65536 * 14 + 1)
     with running(MiniHdfs(tmp_path / "late", datanode_count=1, conf=late)) as cluster:
@@ -195,12 +195,12 @@ assert store.read("parent") == b"1"
 
 
 def test_a_forked_child_lets_go_of_its_parents_store(hdfs_url: str) -> None:
-    """It waited for ever for threads that only the parent has, with the interpreter's lock held."""
+    """Regression: the child waited, with the interpreter's lock, for threads of its parent."""
     subprocess.run([sys.executable, "-c", _LETTING_GO, hdfs_url], check=True, timeout=60)
 
 
 def test_a_server_that_hangs_ends_in_a_deadline_error(whole: MiniHdfs, hdfs_url: str) -> None:
-    # Nothing that must succeed has so short a deadline.
+    # No call that must succeed has such a short deadline.
     patient, backend = open_backend(hdfs_url), open_backend(hdfs_url + "?deadline_s=1.5")
     with patient.create("file") as writer:
         writer.write(b"abc")
@@ -216,7 +216,7 @@ def test_a_server_that_hangs_ends_in_a_deadline_error(whole: MiniHdfs, hdfs_url:
         backend.create("other")
     whole.resume()
     whole.wait_for_datanodes(3)
-    # What was given up does not write into the caller's buffer later.
+    # Abandoned reads do not write into the caller's buffer later.
     for _ in range(10):
         assert patient.read("file") == b"abc"
     assert buffer == b"???"

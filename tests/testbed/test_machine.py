@@ -1,4 +1,4 @@
-"""Costs of processes, a line of one's own, and layouts of images: what tests and benchmarks use."""
+"""CPU time of processes, network namespaces, and image layouts of the test bed."""
 
 import gzip
 import hashlib

@@ -1,4 +1,4 @@
-"""The relay carries a DataNode's traffic, counts it, and can break it."""
+"""The relay forwards a DataNode's traffic, counts it, and can break it."""
 
 import os
 from pathlib import Path

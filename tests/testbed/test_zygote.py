@@ -1,4 +1,4 @@
-"""A program that `testbed.zygote` forks is the one that would have been executed."""
+"""A program forked by `testbed.zygote` behaves like the executed one."""
 
 import os
 import subprocess

@@ -29,7 +29,7 @@ class Engine:
         self._variables = [f"--env={name}={value}" for name, value in network_variables().items()]
 
     def run(self, *words: str | Path, deadline_s: float = 60) -> str:
-        """Run a command of buildah and return what it printed. Raises: AssertionError."""
+        """Run a command of buildah and return its output. Raises: AssertionError."""
         options = ("--root", self._folder / "storage", "--runroot", self._folder / "run")
         done = subprocess.run(
             ["buildah", *options, "--storage-driver", "vfs", *words],
@@ -42,7 +42,7 @@ class Engine:
         return done.stdout + done.stderr
 
     def container(self, image: str, *options: str) -> str:
-        """Make a container of an image, and return its name."""
+        """Make a container of an image; return its name."""
         return self.run("from", "--pull-never", *options, image).split()[-1]
 
     def make_base(self, archive: Path, names: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""The cluster that all tests of this folder share."""
+"""Fixtures: the cluster that all tests of this folder share."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from testbed.kubernetes.installation import Installation
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[KubernetesCluster]:
-    """Two nodes with nothing on them but Kubernetes; a test removes what it applied."""
+    """Two nodes with only Kubernetes on them; tests remove their own objects."""
     running = KubernetesCluster()
     with running:
         yield running
@@ -19,19 +19,19 @@ def cluster() -> Iterator[KubernetesCluster]:
 
 @pytest.fixture(scope="session")
 def shell(cluster: KubernetesCluster) -> str:
-    """A small image with a shell."""
+    """Small image with a shell."""
     return cluster.push(shell_image(), "shell:1")
 
 
 @pytest.fixture(scope="session")
 def trainer(cluster: KubernetesCluster) -> str:
-    """An image with torch, which knows nothing of Bootseer."""
+    """Image with torch and without Bootseer."""
     return cluster.push(trainer_image(print), "team/trainer:1")
 
 
 @pytest.fixture(scope="session")
 def installed(cluster: KubernetesCluster) -> Installation:
-    """Bootseer as its chart installs it, from the image of this checkout."""
+    """Bootseer installed by its chart, from the image of this checkout."""
     image = cluster.push(bootseer_image(), "bootseer-node:test")
     installation = Installation(cluster, image)
     installation.apply()
@@ -40,7 +40,7 @@ def installed(cluster: KubernetesCluster) -> Installation:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """The logs of the cluster go with a test that failed."""
+    """Add the cluster's logs to the report of a failed test."""
     report = yield
     running = getattr(item, "funcargs", {}).get("cluster")
     if report.failed and isinstance(running, KubernetesCluster):  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from testbed.waiting import wait_for
 
 @pytest.fixture(autouse=True)
 def emptied(cluster: KubernetesCluster) -> Iterator[None]:
-    """No test leaves a pod."""
+    """Remove the test's pods."""
     yield
     cluster.kubectl("delete", "pods", "--selector=bed=yes")
 
@@ -46,7 +46,8 @@ def test_an_unmodified_image_is_recorded_and_replays_on_a_wiped_node(
     assert replayed.pod["spec"]["runtimeClassName"] == "bootseer"
     assert not layers_on(cluster, second)
     assert "no bundle" not in image_server_logs(second)
-    # In one trace: what the scheduler, containerd's pull, the mount and the kubelet's start took.
+    # In one trace: the times of the scheduler, containerd's pull, the mount and the kubelet's
+    # start.
     text = cluster.kubectl("get", "pods,events", "--namespace", "default", "--output", "json")
     (tmp_path / "events.json").write_text(text)
     report = (sys.executable, "-m", "bootseer", "--store", installed.store, "report", "replayed")
@@ -57,15 +58,17 @@ def test_an_unmodified_image_is_recorded_and_replays_on_a_wiped_node(
         document = json.loads(cluster.lan.run(*report, "--with", known, "--json").stdout)
         return {stage["name"] for stage in document["stages"]}
 
-    # The snapshotter's part comes by itself.
+    # The snapshotter publishes its part by itself.
     wait_for(lambda: wanted <= names(), f"{wanted}", interval_s=1.0)
 
 
 def test_a_pod_without_the_class_waits_until_some_pod_has_pulled_the_image(
     cluster: KubernetesCluster, installed: Installation
 ) -> None:
-    """containerd knows an image, whichever snapshotter it was pulled for, and unpacks it for
-    another one from its own content, which lacks the layers."""
+    """containerd knows an image whichever snapshotter it was pulled for.
+
+    It unpacks the image for another snapshotter from its own content, which lacks the layers.
+    """
     image = cluster.push(shell_image(), "team/shared:1")
     index(installed, image)
     node = cluster.nodes[1]
@@ -85,7 +88,7 @@ def test_a_pod_without_the_class_waits_until_some_pod_has_pulled_the_image(
 
 
 def layers_of_the_trainer() -> set[str]:
-    """The digests of the image's layers."""
+    """Return the digests of the image's layers."""
     layout, tag = trainer_image(print)
     index = json.loads((layout / "index.json").read_bytes())
     (digest,) = (
@@ -98,5 +101,5 @@ def layers_of_the_trainer() -> set[str]:
 
 
 def layers_on(cluster: KubernetesCluster, node: ClusterNode) -> set[str]:
-    """Those of them that containerd has on a node."""
+    """Return the layers of the trainer that containerd has on a node."""
     return layers_of_the_trainer() & set(cluster.ctr(node, "content", "list", "-q").split())

@@ -1,4 +1,4 @@
-"""The cluster itself: what the other tests stand on, and that nothing of it remains."""
+"""The cluster of the other tests works, and leaves nothing behind."""
 
 import signal
 import subprocess
@@ -18,7 +18,7 @@ from testbed.waiting import wait_for
 
 @pytest.fixture(autouse=True)
 def emptied(cluster: KubernetesCluster) -> Iterator[None]:
-    """No test leaves a pod."""
+    """Remove the test's pods."""
     yield
     cluster.kubectl("delete", "pods,services", "--selector=bed=yes")
 
@@ -110,7 +110,7 @@ def test_nothing_remains_of_a_cluster_whose_test_was_killed(tmp_path: Path) -> N
 
 
 def addresses() -> str:
-    """The network of this machine, which no cluster touches."""
+    """Return the addresses and routes of this machine, which no cluster may change."""
     shown = subprocess.run(
         ["ip", "-brief", "address"], capture_output=True, text=True, check=True
     ).stdout

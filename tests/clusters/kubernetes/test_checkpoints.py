@@ -1,8 +1,8 @@
-"""Checkpoints that a trainer writes while its pod, its node or Bootseer's own processes go.
+"""Checkpoints of a trainer whose pod, node or Bootseer processes end.
 
-The trainer is of an unmodified image, is not root, and says of each checkpoint that it is saved
-after it has closed the file. What it has said must be there, whole, on another node; the rest is
-whole or absent; and nothing of it lies on its node's disk.
+The trainer runs an unmodified image, is not root, and reports each checkpoint as saved after it has
+closed the file. Reported checkpoints must be whole on another node; all others are whole or absent.
+No checkpoint lies on its node's disk.
 """
 
 import json
@@ -37,7 +37,7 @@ SAVE = f"{TRAIN} --checkpoints /mnt/checkpoints --steps 1000000 --pause 0.2"
 
 @pytest.fixture(autouse=True)
 def emptied(cluster: KubernetesCluster, installed: Installation) -> Iterator[None]:
-    """No test leaves a pod, nor a node that is off."""
+    """Remove the test's pods, and switch nodes on again."""
     yield
     for node in cluster.nodes:
         if not node.is_on:
@@ -48,7 +48,7 @@ def emptied(cluster: KubernetesCluster, installed: Installation) -> Iterator[Non
 
 
 def trainer_pod(cluster: KubernetesCluster, name: str, image: str, node: ClusterNode) -> str:
-    """Start a pod that saves checkpoints until it is told to stop; returns where they are."""
+    """Start a pod that saves checkpoints until it is told to stop; return their URL."""
     source = f"{cluster.hdfs.url}/checkpoints/{name}"
     given = pod(
         name, image, SAVE, node=node.name, securityContext=USER, terminationGracePeriodSeconds=60,
@@ -89,7 +89,7 @@ def test_the_last_checkpoint_of_a_pod_that_ends_is_whole(
     steps = saved_steps(tmp_path / "log")
     files = checkpoint_states(cluster, f"checks-{end.__name__}", trainer, source, second)
     assert_nothing_lost(files, steps)
-    # What it saved when it was told to stop, within its grace.
+    # The checkpoint that it saved when it was told to stop, within its grace.
     assert f"last checkpoint {steps[-1]}" in (tmp_path / "log").read_text()
     assert_nothing_on_the_disk(first)
 
@@ -104,7 +104,7 @@ def test_what_was_saved_before_the_power_failed_is_whole(
         cluster.power_off(second)
         steps = saved_steps(log)
     assert_nothing_on_the_disk(second)
-    # While it is off: it may never come back.
+    # While the node is off: it may never come back.
     files = checkpoint_states(cluster, "checks-dark", trainer, source, first)
     assert_nothing_lost(files, steps)
     cluster.power_on(second)
@@ -118,7 +118,7 @@ def test_what_was_saved_before_the_power_failed_is_whole(
 def test_a_sidecar_keeps_the_mount_until_the_trainer_has_saved(
     cluster: KubernetesCluster, installed: Installation, trainer: str, tmp_path: Path
 ) -> None:
-    """The recipe for clusters where nothing is installed; its pod is deleted while it saves."""
+    """The documented recipe for clusters without Bootseer; its pod is deleted while it saves."""
     if cluster.release("kubelet") < (1, 29):
         raise MissingError("a kubelet before 1.29 has no init containers that go on")
     node = cluster.nodes[0]

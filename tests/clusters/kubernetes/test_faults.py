@@ -1,7 +1,7 @@
-"""kill -9 of each of Bootseer's processes on a node, while a trainer of a served image saves there.
+"""Kills of each Bootseer process on a node while a trainer with a served image saves there.
 
-The trainer goes on or gets an error; its pod can be deleted; the next pod of the node starts and
-finds each checkpoint that was said to be saved.
+The trainer goes on or gets an error, and its pod can be deleted. The next pod of the node starts
+and finds each checkpoint that was reported as saved.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,13 +34,13 @@ PROCESSES = {
     "checkpoint server": "bootseer.fuse.striped.mounted.server",
     "image server": "bootseer.prefetch.serve.server",
 }
-# Their end takes along the mounts that they hold: readers and writers get an error.
+# Their end ends the mounts that they hold: readers and writers get an error.
 HOLDERS = ("spawner", "checkpoint server", "image server")
 
 
 @pytest.fixture(scope="module")
 def indexed(cluster: KubernetesCluster, installed: Installation, trainer: str) -> None:
-    """The store has the image, and the node nothing of it: it is served, and not pulled."""
+    """Index the image and wipe the node, so that the image is served and not pulled."""
     index(installed, trainer)
     cluster.wipe(cluster.nodes[0])
     installed.wait_ready()
@@ -48,7 +48,7 @@ def indexed(cluster: KubernetesCluster, installed: Installation, trainer: str) -
 
 @pytest.fixture(autouse=True)
 def emptied(cluster: KubernetesCluster, installed: Installation) -> Iterator[None]:
-    """No test leaves a pod."""
+    """Remove the test's pods."""
     yield
     cluster.kubectl("delete", "pods", "--selector=bed=yes", "--timeout=150s", timeout_s=200)
     installed.wait_ready()
@@ -72,7 +72,7 @@ def test_a_killed_process_costs_an_error_at_most(
     cluster.wait_pod(name, "Running", timeout_s=300)
     with following(cluster, name, tmp_path / "log") as log:
         wait_saved(log, 3)
-        # The webhook's may run anywhere.
+        # The webhook may run on any node.
         kill(cluster.nodes if victim == "webhook" else [first], PROCESSES[victim])
         if victim in HOLDERS:
             goal = len(saved_steps(log)) + 4
@@ -93,16 +93,16 @@ def test_a_killed_process_costs_an_error_at_most(
 
 
 def kill(nodes: Sequence[ClusterNode], pattern: str) -> None:
-    """kill -9 of every process on these nodes whose command line has this."""
+    """Kill every process on these nodes whose command line contains `pattern`."""
     killed = [node.run("pkill", "-KILL", "-f", pattern, check=False) for node in nodes]
     assert any(one.returncode == 0 for one in killed), f"nothing runs {pattern}"
 
 
 def has_ended(cluster: KubernetesCluster, name: str) -> bool:
-    """Whether the trainer is gone."""
+    """Return whether the trainer has ended."""
     return cluster.get("pod", name)["status"]["phase"] in ("Failed", "Succeeded")
 
 
 def said_since(log: Path) -> bool:
-    """Whether a save has failed."""
+    """Return whether a save has failed."""
     return "not saved" in log.read_text()

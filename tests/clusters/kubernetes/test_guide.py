@@ -1,8 +1,8 @@
-"""docs/kubernetes.md as it stands: every command of it, in order, on a cluster without Bootseer.
+"""docs/kubernetes.md as it is: every command, in order, on a cluster without Bootseer.
 
-Changed are the names that stand for the reader's own: registry, store, node. `docker` builds
-nothing, since the image is built by the tests' own recipe. Helm is of the older major that is in
-use: all other tests of this folder install by the newer one.
+The reader's own names are replaced: registry, store, node. `docker` builds nothing, since the image
+is built by the tests' own recipe. Helm is the older major version; all other tests of this folder
+use the newer one.
 """
 
 import re
@@ -24,7 +24,7 @@ from testbed.waiting import wait_for
 GUIDE = REPOSITORY / "docs" / "kubernetes.md"
 TRAINER = "team/trainer:v7"
 WARM_LOG = "kubectl logs --namespace bootseer-system daemonset/bootseer-warm"
-# What the tests' nodes have otherwise than a reader's: no systemd.
+# A difference of the tests' nodes from a reader's: they have no systemd.
 INSTALL = "helm install bootseer docker/kubernetes/chart"
 RESTART = "--set containerd.restartCommand='kill {pid}'"
 
@@ -38,7 +38,7 @@ def blocks() -> list[str]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[KubernetesCluster]:
-    """A cluster of its own: others share one that has Bootseer."""
+    """Cluster of its own: the shared one has Bootseer."""
     helm_program(HELM_3)
     running = KubernetesCluster()
     with running:
@@ -49,7 +49,7 @@ def cluster() -> Iterator[KubernetesCluster]:
 
 
 class Reader:
-    """Does what the guide says."""
+    """Runs the commands of the guide."""
 
     def __init__(self, cluster: KubernetesCluster, folder: Path) -> None:
         self._cluster = cluster
@@ -90,8 +90,8 @@ def test_every_command_of_the_guide(cluster: KubernetesCluster, tmp_path: Path) 
     said = "\n".join(printed.values())
     for words in ("trained", "step 1", "bootseer", "containerd runs with the snapshotter"):
         assert words in said, words
-    # Removed is removed: nothing runs, nothing is mounted, containerd is as it was. A kubelet looks
-    # for pods that it has missed, as while containerd was restarted, once a minute.
+    # Nothing runs, nothing is mounted, and containerd is unchanged. Once a minute a kubelet looks
+    # for pods that it has missed, such as during a restart of containerd.
     wait_for(
         lambda: not cluster.list("pods", "--namespace", "bootseer-system"),
         "the end of all pods",

@@ -1,4 +1,4 @@
-"""Bootseer removed from a cluster by one command, while pods use it: nothing of it stays."""
+"""Bootseer removed from a cluster by one command while pods use it: nothing of it stays."""
 
 import re
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ from testbed.kubernetes.starts import (
 )
 from testbed.waiting import wait_for
 
-# A trainer that saves until it is told to end, and needs ten seconds more for that: as long as its
-# pod is there, the kubelet needs the driver, and containerd the snapshotter.
+# A trainer that saves until it is told to end, and needs ten seconds more. As long as its pod
+# exists, the kubelet needs the driver, and containerd the snapshotter.
 SAVE = f"""{TRAIN.removeprefix("exec ")} --checkpoints /mnt/checkpoints --steps 1000000 \
   --pause 0.2 & trap 'kill -TERM $!; wait $!; python3 -c "import time; time.sleep(10)"' TERM
 wait $!"""
-# On a busy machine a node may look as if it were gone.
+# On a busy machine a node may look dead for a while.
 STAYS = [{"operator": "Exists"}]
-# What one of Bootseer's processes is called by; folders of the cluster have its name, too.
+# Command names of Bootseer's processes; folders of the cluster contain its name, too.
 OURS = re.compile(r"\x01-m\x01bootseer|/bootseer\x01|bootseer\.(prefetch|fuse|served|kubernetes)")
 COMMAND_LINES = r"""for each in /proc/[0-9]*; do
   tr '\0\n' '\1 ' < $each/cmdline; echo
@@ -41,7 +41,7 @@ done 2>/dev/null; true"""
 
 @pytest.fixture(autouse=True)
 def again(cluster: KubernetesCluster, installed: Installation) -> Iterator[None]:
-    """Other tests want it."""
+    """Install Bootseer again for other tests."""
     yield
     installed.apply()
     cluster.kubectl("delete", "jobs,pods", "--selector=bed=yes", "--timeout=120s", timeout_s=180)
@@ -51,8 +51,11 @@ def again(cluster: KubernetesCluster, installed: Installation) -> Iterator[None]
 def working(
     cluster: KubernetesCluster, installed: Installation, trainer: str, shell: str, tmp_path: Path
 ) -> Iterator[Path]:
-    """A Job that saves checkpoints on a served image, and a pod that has nothing of ours, on one
-    node; what the Job prints."""
+    """Start a Job that saves checkpoints on a served image, and a pod without Bootseer, on one
+    node.
+
+    The path is that of the Job's output.
+    """
     node = cluster.nodes[0]
     index(installed, trainer)
     plain = pod("plain", shell, "exec sleep 100000", node=node.name, tolerations=STAYS)
@@ -72,7 +75,7 @@ def test_a_removal_right_after_the_jobs_leaves_nothing(
 ) -> None:
     node = cluster.nodes[0]
     plain = cluster.get("pod", "plain")["status"]["containerStatuses"]
-    # It returns before the Job's pods have ended.
+    # The command returns before the Job's pods have ended.
     cluster.kubectl("delete", "job", "saves")
     installed.remove()
     wait_for(lambda: not pods_of(cluster, "saves"), "the end of the Job's pods", interval_s=1.0)
@@ -85,7 +88,7 @@ def test_a_removal_right_after_the_jobs_leaves_nothing(
     assert [one["containerID"] for one in now] == [one["containerID"] for one in plain]
     assert not now[0]["restartCount"]
     assert_nothing_on_the_disk(node)
-    # What was said to be saved is there when it is installed again.
+    # The reported checkpoints exist after another installation.
     installed.apply()
     source = f"{cluster.hdfs.url}/checkpoints/removed"
     files = checkpoint_states(cluster, "checks-removed", trainer, source, node)
@@ -122,7 +125,7 @@ def job(name: str, image: str, source: str, node: ClusterNode) -> dict[str, Any]
 
 
 def pods_of(cluster: KubernetesCluster, job_name: str) -> list[str]:
-    """The names of a Job's pods."""
+    """Return the names of a Job's pods."""
     found = cluster.list("pods", f"--selector=job-name={job_name}", "--namespace", "default")
     return [one["metadata"]["name"] for one in found]
 
@@ -132,7 +135,7 @@ def is_clean(installed: Installation, node: ClusterNode) -> bool:
 
 
 def ours_in(node: ClusterNode) -> list[str]:
-    """The command lines of Bootseer's processes on a node."""
+    """Return the command lines of Bootseer's processes on a node."""
     text = node.run("sh", "-c", COMMAND_LINES).stdout
     return [line for line in text.splitlines() if OURS.search(line)]
 

@@ -1,5 +1,4 @@
-"""Volumes of the CSI driver on a cluster, in pods without privileges; and the warm-up of what they
-show, at a time of the day."""
+"""Volumes of the CSI driver in pods without privileges, and a daily warm-up of their content."""
 
 import json
 import sys
@@ -19,7 +18,7 @@ _USER = {"runAsUser": 1000, "runAsGroup": 1000, "runAsNonRoot": True}
 
 
 class _Site:
-    """A cluster with Bootseer, and an environment in its store."""
+    """Cluster with Bootseer, and an environment in its store."""
 
     def __init__(self, installed: Installation, shell: str, folder: Path) -> None:
         self.cluster, self.installed, self.shell = installed.cluster, installed, shell
@@ -34,7 +33,7 @@ class _Site:
         )  # fmt: skip
 
     def pod(self, name: str, script: str, **volumes: dict[str, str]) -> dict[str, Any]:
-        """A pod on the first node with these volumes, each at /NAME."""
+        """Return a pod on the first node with these volumes, each at /NAME."""
         found = pod(
             name,
             self.shell,
@@ -51,24 +50,24 @@ class _Site:
         return found
 
     def remove(self, *names: str) -> None:
-        """Delete pods of this file, and wait until nothing is mounted for them."""
+        """Delete the pods of this file, and wait until nothing is mounted for them."""
         self.cluster.kubectl("delete", "pod", *names, timeout_s=180)
         wait_for(lambda: not self.volumes(), "the end of the volumes")
 
     def trees(self) -> list[str]:
-        """Where the driver has the trees of images and environments on the first node."""
+        """Return the paths of the driver's trees of images and environments on the first node."""
         found = self.installed.mounts(self.cluster.nodes[0])
         return [one for one in found if "/csi.bootseer.io/trees/" in one]
 
     def volumes(self) -> list[str]:
-        """Where pods' volumes are mounted on the first node."""
+        """Return the mount points of pods' volumes on the first node."""
         found = self.installed.mounts(self.cluster.nodes[0])
         return [one for one in found if "kubernetes.io~csi" in one]
 
 
 @pytest.fixture(scope="module")
 def site(installed: Installation, shell: str, tmp_path_factory: pytest.TempPathFactory) -> _Site:
-    """The site that all tests of this file share."""
+    """Site that all tests of this file share."""
     return _Site(installed, shell, tmp_path_factory.mktemp("site"))
 
 
@@ -188,7 +187,7 @@ def test_an_image_is_a_volume_that_an_administrator_makes(site: _Site) -> None:
 
 
 def warming(site: _Site) -> dict[str, Any]:
-    """The recipe, with the images of this cluster, and of this minute."""
+    """Documented recipe with the images of this cluster, and with the current minute."""
     version = "batch/v1" if site.cluster.serves("batch/v1/CronJob") else "batch/v1beta1"
     text = (REPOSITORY / "docker/kubernetes/warm-cronjob.yaml").read_text()
     for said, meant in (
@@ -209,7 +208,7 @@ def warming(site: _Site) -> dict[str, Any]:
 
 def test_each_node_is_warmed_at_a_time_of_the_day_and_when_asked(site: _Site) -> None:
     cluster, where = site.cluster, ("--namespace", NAMESPACE)
-    # It has nothing of what earlier tests have read.
+    # The node's cache holds nothing of earlier tests.
     cluster.wipe(cluster.nodes[1])
     site.installed.wait_ready()
     job = warming(site)
@@ -217,12 +216,12 @@ def test_each_node_is_warmed_at_a_time_of_the_day_and_when_asked(site: _Site) ->
     name = job["metadata"]["name"]
 
     def pods_of(job: str) -> list[dict[str, Any]]:
-        """Its pods that have warmed their nodes."""
+        """Return the pods of a Job that have warmed their nodes."""
         found = cluster.list("pods", *where, f"--selector=job-name={job}")
         return [one for one in found if one["status"]["phase"] == "Succeeded"]
 
     def by_the_clock() -> list[str]:
-        """Jobs that the CronJob has made, and that are complete."""
+        """Return the complete Jobs of the CronJob."""
         found = cluster.list("jobs", *where)
         return [
             one["metadata"]["name"] for one in found
@@ -243,12 +242,12 @@ def test_each_node_is_warmed_at_a_time_of_the_day_and_when_asked(site: _Site) ->
     finally:
         cluster.kubectl("delete", "cronjob", name, *where)
         cluster.kubectl("delete", "job", "warm-now", *where, "--ignore-not-found")
-    # All of both is here: of the image's layers, and of the environment's.
+    # Both are here completely: the image's layers, and the environment's.
     shown = cluster.kubectl(
         "exec", *where, site.installed.pod_of("node", cluster.nodes[1]),
         "--container", "csi", "--", "bootseer", "image", "cache", "--json",
     )  # fmt: skip
     streams = json.loads(shown)["streams"]
     assert len(streams) >= 2
-    # One that was pulled whole has neither.
+    # An image that was pulled as a whole has neither.
     assert all(one.get("present_bytes") == one.get("stream_bytes") for one in streams), streams

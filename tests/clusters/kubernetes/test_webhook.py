@@ -27,14 +27,14 @@ _SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
 class _Site:
-    """A cluster with Bootseer, and a namespace for users."""
+    """Cluster with Bootseer, and a namespace for users."""
 
     def __init__(self, installed: Installation) -> None:
         self.cluster, self.installed = installed.cluster, installed
         self.image = installed.image
 
     def scale(self, count: int) -> None:
-        """Run so many replicas of the webhook, and wait until they can be asked."""
+        """Run `count` replicas of the webhook, and wait until they answer."""
         where = ("--namespace", NAMESPACE)
         self.cluster.kubectl("scale", "deployment", _NAME, f"--replicas={count}", *where)
 
@@ -46,12 +46,12 @@ class _Site:
         wait_for(are_ready, f"{count} replicas of the webhook", timeout_s=120, interval_s=0.5)
 
     def run(self, name: str, annotations: dict[str, str] | None = None) -> dict[str, Any]:
-        """A pod that shows its variables, when it has ended."""
+        """Run a pod that prints its variables, and return it when it has ended."""
         self.cluster.apply(self.pod(name, annotations))
         return self.cluster.wait_pod(name, "Succeeded", namespace=_SPACE)
 
     def pod(self, name: str, annotations: dict[str, str] | None) -> dict[str, Any]:
-        """A pod that shows its variables."""
+        """Return a pod that prints its variables."""
         found = pod(name, self.image, "", annotations=annotations)
         found["metadata"]["namespace"] = _SPACE
         found["spec"]["securityContext"] = {
@@ -66,15 +66,17 @@ class _Site:
         return found
 
     def variables(self, name: str) -> dict[str, str]:
-        """What a pod has shown."""
+        """Return the variables that a pod has printed."""
         shown: dict[str, str] = json.loads(
             self.cluster.kubectl("logs", name, "--namespace", _SPACE)
         )
         return shown
 
     def recipe(self, name: str) -> dict[str, Any]:
-        """Apply a recipe with an image of this cluster, and without what its pods cannot have
-        here; returns its owner of pods."""
+        """Apply a documented recipe with an image of this cluster; return the owner of its pods.
+
+        Parts that its pods cannot have here are left out.
+        """
         documents = list(yaml.safe_load_all((_RECIPES / f"{name}.yaml").read_text()))
         owner: dict[str, Any] = documents[-1]
         template = owner["spec"]["template"]
@@ -85,14 +87,14 @@ class _Site:
         container.pop("args", None)
         wait = "; import time; time.sleep(3600)" if owner["kind"] == "StatefulSet" else ""
         container |= {"image": self.image, "command": ["python3", "-uc", _SHOW + wait]}
-        # Fields that this Kubernetes does not know, as completionMode, are left out by it.
+        # This Kubernetes drops fields that it does not know, such as completionMode.
         words = ("apply", "--validate=false", "--namespace", _SPACE, "--filename", "-")
         self.cluster.kubectl(*words, text=json.dumps({"kind": "List", "apiVersion": "v1",
                                                       "items": documents}))  # fmt: skip
         return self.cluster.get(owner["kind"], owner["metadata"]["name"], _SPACE)
 
     def pods_of(self, owner: dict[str, Any], count: int) -> list[dict[str, Any]]:
-        """The pods of an owner, when so many have shown their variables."""
+        """Return the pods of an owner once `count` of them have printed their variables."""
         uid = owner["metadata"]["uid"]
 
         def found() -> list[dict[str, Any]]:
@@ -116,7 +118,7 @@ class _Site:
 @pytest.fixture(scope="module")
 def site(cluster: KubernetesCluster, installed: Installation) -> Iterator[_Site]:
     found = _Site(installed)
-    # Which API servers enforce since 1.25.
+    # API servers enforce this since 1.25.
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     metadata = {"name": _SPACE, "labels": labels}
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
@@ -128,7 +130,7 @@ def site(cluster: KubernetesCluster, installed: Installation) -> Iterator[_Site]
 
 
 def _comparable(found: dict[str, Any]) -> dict[str, Any]:
-    """A pod's own words and defaults, without what differs between any two."""
+    """Return a pod's own fields and defaults, without those that differ between any two pods."""
     names = ("annotations", "labels", "ownerReferences")
     metadata = {name: found["metadata"].get(name) for name in names}
     metadata["annotations"] = {
@@ -138,7 +140,7 @@ def _comparable(found: dict[str, Any]) -> dict[str, Any]:
     }
     metadata["labels"].pop("name", None)
     spec = {name: value for name, value in found["spec"].items() if name != "nodeName"}
-    # The volume of the pod's token has a name of its own since Kubernetes 1.21.
+    # Since Kubernetes 1.21 the volume of the pod's token has a name of its own.
     text = re.sub(r"kube-api-access-\w+", "kube-api-access", json.dumps(spec))
     return {"metadata": metadata, "spec": json.loads(text)}
 
@@ -157,7 +159,7 @@ def test_pods_of_a_job_are_told_their_start(site: _Site) -> None:
 
 
 def test_their_start_is_told_by_what_the_cluster_knows_of_them(site: _Site, tmp_path: Path) -> None:
-    """On a machine that has nothing but kubectl."""
+    """On a machine that has only kubectl."""
     (found,) = site.pods_of(site.recipe("job"), 1)
     asked = ("get", "pods,events", "--namespace", _SPACE, "--output", "json")
     (tmp_path / "events.json").write_text(site.cluster.kubectl(*asked))
@@ -177,11 +179,11 @@ def test_their_start_is_told_by_what_the_cluster_knows_of_them(site: _Site, tmp_
 
 
 def test_a_timeline_outlives_its_pod(site: _Site) -> None:
-    """`bootseer run` in a pod puts it into the store that the webhook has named."""
+    """`bootseer run` in a pod copies it to the store that the webhook has named."""
     document = site.pod("noted", {"bootseer.io/replay": "auto"})
-    # The container goes on after the job for as long as the last words take.
+    # The container runs on after the job until the timeline is stored.
     script = "bootseer run -- python3 -c 'print(1)'; sleep 8"
-    # The store is of a user that the pod's, who is a number, is not.
+    # The store belongs to another user than the pod's, who has a number only.
     user = {"name": "HADOOP_USER_NAME", "value": "root"}
     document["spec"]["containers"][0] |= {"command": ["sh", "-c", script], "env": [user]}
     site.cluster.apply(document)
@@ -212,7 +214,7 @@ def test_pods_of_a_stateful_set_have_their_ordinals_as_ranks(site: _Site) -> Non
     told = [site.variables(one["metadata"]["name"]) for one in pods]
     assert [one["BOOTSEER_RANK"] for one in told] == ["0", "1"]
     assert {one["BOOTSEER_SUBMISSION"] for one in told} == {found["metadata"]["uid"]}
-    # Another submission is another set.
+    # Another submission is another set of pods.
     site.cluster.kubectl("delete", "statefulset", "train-set", "--namespace", _SPACE)
 
 
@@ -283,7 +285,7 @@ def test_without_the_webhook_annotated_pods_start_the_ordinary_way(site: _Site) 
 def test_without_the_webhook_pods_that_require_their_checkpoints_are_not_created(
     site: _Site,
 ) -> None:
-    """Their owner says why, and makes them when it is back."""
+    """Their owner reports the reason, and makes them when the webhook is back."""
     site.scale(0)
     template = site.pod("saves", {"bootseer.io/checkpoint": "hdfs://namenode/checkpoints"})
     template["metadata"]["labels"]["bootseer.io/checkpoint"] = "required"

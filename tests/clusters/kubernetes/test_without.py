@@ -1,7 +1,8 @@
-"""Pods while parts of Bootseer are removed, as by `helm upgrade`, or down on one node: those that
-ask for nothing notice nothing, the others start the ordinary way, or their events say why not.
+"""Pods while parts of Bootseer are removed, as by `helm upgrade`, or down on one node.
 
-Without the webhook: see `test_webhook`. These tests are the last: they wipe nodes.
+Pods without annotations notice nothing. The others start without Bootseer, or their events have the
+reason why not. For the webhook's absence see `test_webhook`. These tests run last, since they wipe
+nodes.
 """
 
 import json
@@ -22,7 +23,7 @@ ENVIRONMENT = {"bootseer.io/environment": "none-such"}
 
 @pytest.fixture(autouse=True)
 def restored(cluster: KubernetesCluster, installed: Installation) -> Iterator[None]:
-    """Each test begins on a first node that has served nothing, and leaves all of Bootseer."""
+    """Give the test a first node that has served nothing; install all of Bootseer afterwards."""
     cluster.wipe(cluster.nodes[0])
     installed.wait_ready()
     yield
@@ -45,8 +46,10 @@ class _Pods:
         )
 
     def run(self, name: str, annotations: dict[str, str], warning: str = "") -> dict[str, Any]:
-        """A pod that has run, and was created with this warning: the webhook believes for moments
-        what the cluster had before."""
+        """Run a pod whose creation gave this warning; return it.
+
+        Retried, since the webhook knows changes of the cluster a moment later.
+        """
         wait_for(lambda: self._is_warned(name, annotations, warning), warning, interval_s=0.5)
         return self.cluster.wait_pod(name, "Succeeded", timeout_s=300)
 
@@ -59,7 +62,7 @@ class _Pods:
         return False
 
     def wait_event(self, name: str, words: str) -> None:
-        """Wait until a pod that has not started says so."""
+        """Wait until a pod that has not started has an event with these words."""
         wait_for(lambda: words in self.cluster.events(name), f"{words!r} of {name}", interval_s=0.5)
         assert self.cluster.get("pod", name)["status"]["phase"] == "Pending"
 
@@ -90,7 +93,7 @@ def test_without_the_snapshotter(installed: Installation, pods: _Pods) -> None:
 
 
 def test_on_a_node_without_driver_and_snapshotter(installed: Installation, pods: _Pods) -> None:
-    """The runtime class, the CSIDriver and the webhook are there: the cluster has other nodes."""
+    """The cluster has the runtime class, the CSIDriver and the webhook, for its other nodes."""
     cluster = installed.cluster
     select = {"kubernetes.io/hostname": cluster.nodes[1].name}
     spec = {"spec": {"template": {"spec": {"nodeSelector": select}}}}
@@ -118,7 +121,7 @@ def test_on_a_node_without_driver_and_snapshotter(installed: Installation, pods:
 
 
 def test_without_all_of_it(installed: Installation, pods: _Pods) -> None:
-    """As when the chart is removed: annotations mean nothing, and are in nobody's way."""
+    """After the chart's removal, annotations have no effect."""
     installed.remove()
     for name, annotations in (("plain", {}), ("replayed", REPLAY), ("saves", pods.checkpoint)):
         spec = pods.run(name, annotations)["spec"]

@@ -13,7 +13,7 @@ from testbed.slurm.pages import page_block, prolog_files
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[SlurmCluster]:
-    """A Slurm of two nodes, with what docs/slurm.md adds to it."""
+    """Slurm of two nodes with the settings of docs/slurm.md."""
     files = prolog_files()
     oci = (REPOSITORY / "docker/slurm/oci.conf").read_text()
     files["slurm/oci.conf"] = oci.replace("/usr/local/bin", "/etc/slurm")
@@ -26,7 +26,7 @@ def slurm() -> Iterator[SlurmCluster]:
 
 @pytest.fixture(scope="module")
 def hdfs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniHdfs]:
-    """An HDFS on the network of the cluster."""
+    """HDFS on the network of the cluster."""
     controller = slurm.controller
     servers = MiniHdfs(
         tmp_path_factory.mktemp("hdfs"),
@@ -39,7 +39,7 @@ def hdfs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="module")
 def cluster(slurm: SlurmCluster, hdfs: MiniHdfs) -> SlurmCluster:
-    """A Slurm of two nodes with Bootseer, as docs/slurm.md installs it, and a store on an HDFS."""
+    """Slurm of two nodes with Bootseer, as docs/slurm.md installs it, and a store on an HDFS."""
     settings = page_block("slurm.md", "toml", "run_dir").replace("hdfs://namenode:8020", hdfs.url)
     for etc in (slurm.etc, *(machine.path("/etc") for machine in slurm.machines.values())):
         (etc / "bootseer/bootseer.toml").write_text(settings)

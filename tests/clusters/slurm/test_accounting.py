@@ -1,4 +1,4 @@
-"""What Slurm's accounting knows of a start: `bootseer report` asks it, and reads all formats."""
+"""Slurm's accounting in `bootseer report`, in all its formats."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The cluster of these tests: nothing of it outlives a test run, however that ends."""
+"""The tests' cluster leaves nothing behind, also after the kill of a test run."""
 
 import signal
 import subprocess
@@ -24,7 +24,7 @@ with running_cluster() as cluster:
 
 
 def _users_of(folder: str) -> list[str]:
-    """Processes whose command line or environment names the folder."""
+    """Return the processes whose command line or environment names the folder."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""The node's cache while jobs use it: a disk that is full, and bytes that changed on it."""
+"""The node's cache while jobs use it: a full disk, and changed bytes."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ CONTENT = os.urandom(32 << 20)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:
-    """A Slurm with an image in the folder that its machines share."""
+    """Slurm with an image in the folder that its machines share."""
     with simple_cluster() as running:
         write_layout(running.home / "image", [[Member("content", data=CONTENT)]])
         yield running
@@ -55,7 +55,7 @@ def test_a_job_on_a_full_disk_reads_right_bytes_or_an_error(cluster: SlurmCluste
 
 
 def test_bytes_that_changed_in_the_cache_are_not_what_a_job_reads(cluster: SlurmCluster) -> None:
-    """An earlier job has filled it. (A server compares them once, at their first use.)"""
+    """An earlier job has filled the cache. (A server verifies bytes at their first use.)"""
     read = "sha256sum /tmp/tree/content"
     assert _said(cluster, _job(cluster, read)).startswith("COMPLETED")
     flipped = 0

@@ -1,5 +1,7 @@
-"""Bootseer's servers and the control groups of jobs, of both versions: which are in a job's group,
-what ends with it, and what its memory limit does."""
+"""Bootseer's servers and the control groups of jobs, of both versions.
+
+Tests which servers are in a job's group, what ends with the group, and its memory limit.
+"""
 
 import json
 import re
@@ -23,8 +25,8 @@ LIMITS = {
         "ConstrainRAMSpace=yes\nConstrainCores=yes\n"
     },
 }
-# Slurm uses version 2 where there is no other. On a machine that has both it is shown this one
-# alone: what it reads of a process's groups is the line of version 2.
+# Slurm uses version 2 only if there is no other. On a machine that has both, a preloaded library
+# hides version 1: in the list of a process's groups only the line of version 2 is left.
 ONLY_UNIFIED = r"""
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -72,7 +74,7 @@ VERSION_2 = {
 
 @pytest.fixture(scope="module", params=[LIMITS, VERSION_2], ids=["v1", "v2"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
-    """A Slurm of which control groups hold jobs, with limits where the version is 1."""
+    """Slurm whose jobs are in control groups, with limits for version 1."""
     options = request.param
     if not has_groups(*options["hierarchies"]):
         raise MissingError(f"needs control groups: {', '.join(options['hierarchies'])}")
@@ -83,12 +85,12 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
 
 CHECKPOINT = f"--checkpoint file://{SHARED}/ckpt:/tmp/ckpt"
 RUN = f"{SRUN} bootseer run {CHECKPOINT} --"
-# The groups of the servers of checkpoint folders, a line each.
+# Groups of the servers of checkpoint folders, a line each.
 GROUPS = 'for pid in $(pgrep -f mounted.server); do grep -E "freezer|0::" /proc/$pid/cgroup; done'
 
 
 def _output(cluster: SlurmCluster, *lines: str, comment: str = "") -> list[str]:
-    """What a job of several steps prints on one node."""
+    """Return the output of a job of several steps on one node."""
     words = ("-wn1", "-n1", "-o", "steps.out", f"--comment={comment}")
     job = cluster.submit(*words, script=script("exec 2>&1", *lines))
     assert cluster.wait_for_state(job, "COMPLETED", "FAILED") == "COMPLETED", cluster.logs()
@@ -99,7 +101,7 @@ def _output(cluster: SlurmCluster, *lines: str, comment: str = "") -> list[str]:
 def test_servers_of_a_step_end_with_it_and_the_next_step_mounts_again(
     cluster: SlurmCluster,
 ) -> None:
-    # Its server unmounts, or is killed before it has: the file is not seen either way.
+    # Its server unmounts or is killed before: the file is not visible in both cases.
     gone = "while [ -e /tmp/ckpt/a ]; do sleep 0.1; done"
     lines = (f"{RUN} sh -c 'echo a > /tmp/ckpt/a; {GROUPS}'", gone, "echo next")
     said = _output(cluster, *lines, f"{RUN} cat /tmp/ckpt/a")
@@ -134,8 +136,8 @@ except OSError as error:
 def test_a_save_beyond_the_memory_limit_is_whole_or_absent(
     cluster: SlurmCluster, limit: str
 ) -> None:
-    """Servers count as the job: they keep below a limit that is large enough, and are killed at one
-    that is not."""
+    """Servers count as the job: with a large limit they stay below it, with a small one they are
+    killed."""
     if "memory" not in cluster.hierarchies:
         raise MissingError("the controller of memory is used in version 1 on this machine")
     (cluster.home / "saving.py").write_text(SAVING)

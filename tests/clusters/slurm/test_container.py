@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.hdfs, pytest.mark.needs("mount", "fuse")]
 
 @pytest.fixture(scope="module")
 def image(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small image with a Python, in a folder that all nodes see."""
+    """Small image with a Python, in a folder that all nodes share."""
     for tool in ("runc", "umoci"):
         if shutil.which(tool) is None:
             raise MissingError(f"needs {tool}")
@@ -37,7 +37,7 @@ def image(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture
 def bundle(cluster: SlurmCluster, image: Path) -> Iterator[str]:
-    """The bundle that the page makes, for alice."""
+    """The documented bundle, for alice."""
     text = page_block("slurm.md", "sh", "bootseer-image")
     text = text.replace("registry://registry.example/train:v7", "oci:/home/image:v1")
     done = cluster.controller.run("sh", "-ec", text, user="alice")
@@ -51,12 +51,12 @@ SHOW = "print(open('/only-here').read(), __import__('os').environ['SLURM_PROCID'
 
 
 def test_a_step_runs_in_an_image_that_is_served(cluster: SlurmCluster, bundle: str) -> None:
-    """On two nodes, for a user without rights."""
+    """On two nodes, for a user without privileges."""
     words = ("srun", "-N2", f"--container={bundle}", "python3", "-c", SHOW)
     done = cluster.controller.run(*words, user="alice", timeout_s=120)
     assert done.returncode == 0, done.stderr + cluster.logs()
     assert sorted(done.stdout.splitlines()) == [f"of the image {rank}" for rank in range(2)]
-    # Its exit code is the step's.
+    # Its exit code is that of the step.
     words = ("srun", "-N1", f"--container={bundle}", "python3", "-c", "raise SystemExit(7)")
     assert cluster.controller.run(*words, user="alice", timeout_s=120).returncode == 7
 

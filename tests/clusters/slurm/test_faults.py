@@ -1,4 +1,4 @@
-"""What is left after jobs that were cancelled, killed, or whose node was lost."""
+"""State after jobs that were cancelled or killed, or whose node was lost."""
 
 import re
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ while step < until:
     with open(f"{folder}/{step}", "w") as file:
         file.write(str(step))
 """
-# The same, but it is nearly always in a save; and it looks at what the attempt before has left.
+# The same, but it is nearly always in a save, and it checks the files of the attempt before.
 LARGE = """
 import os, sys, time
 folder, until, size = sys.argv[1], 16, 3 << 20
@@ -58,7 +58,7 @@ while step < until:
 """
 
 SRUN = "srun --overlap"
-"""For one step after another: else `srun` waits for the end of the last, and looks seldom."""
+"""Flags for steps one after another: without them `srun` waits long for the end of the last one."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,17 +73,17 @@ def _clean(cluster: SlurmCluster) -> Iterator[None]:
 
 
 def assert_clean(cluster: SlurmCluster) -> None:
-    """No node has a mount or a process of a job, and none is drained."""
+    """Assert that no node has a mount or a process of a job, and that none is drained."""
     cluster.wait_for_idle()
     for name in cluster.nodes:
         machine = cluster.machines[name]
         assert machine.mounts() == [], cluster.logs()
-        # A server that has unmounted takes a moment to end.
+        # A server ends a moment after its unmount.
         wait_for(lambda machine=machine: not of_jobs(machine), f"the end of {of_jobs(machine)}")  # type: ignore[misc]
 
 
 def of_jobs(machine: SlurmMachine) -> list[str]:
-    """The processes that are not Slurm's own."""
+    """Return the processes that are not Slurm's own."""
     return [line for line in machine.processes() if not re.match(r"(munged|slurmd) |\[", line)]
 
 
@@ -105,7 +105,7 @@ def test_a_job_that_is_cancelled_in_a_set_up_leaves_nothing(
     cluster.run("scancel", str(job))
     assert cluster.wait_for_state(job, "CANCELLED", "FAILED", "COMPLETED") == "CANCELLED"
     assert_clean(cluster)
-    # Nobody holds what the next one needs, and nothing was stored.
+    # No lease blocks the next job, and nothing was stored.
     again = f"sed s/sleep\\ 600/true/ > /dev/null; {run.replace('sleep 600', 'true')}"
     job = cluster.submit("-N1", "-o", "again.out", script=script(f"{again} -- ls /tmp/env/x"))
     assert cluster.wait_for_state(job, "FAILED", "COMPLETED") == "COMPLETED", cluster.logs()
@@ -139,7 +139,7 @@ def test_everything_of_a_job_is_killed_and_its_epilog_cleans_up(
 
 
 def test_a_lost_node_has_its_job_go_on_elsewhere(cluster: SlurmCluster, hdfs: MiniHdfs) -> None:
-    """Slurm queues the job again, but one with --no-requeue; the node that comes back is clean."""
+    """Slurm requeues the job unless it has --no-requeue; the returning node is clean."""
     url = f"{hdfs.url}/lost"
     lines = [
         f"srun bootseer run --checkpoint {url}/{name}:/tmp/ckpt-{name} -- "
@@ -164,7 +164,7 @@ def test_a_lost_node_has_its_job_go_on_elsewhere(cluster: SlurmCluster, hdfs: Mi
     assert len(cluster.machines["n1"].mounts()) == 2
     cluster.return_node("n1")
     cluster.wait_for_idle()
-    # The first job there of this user finds it clean.
+    # This user's first job there finds a clean node.
     job = cluster.submit("-wn1", "-o", "back.out", script=script("cat /proc/self/mountinfo"))
     cluster.wait_for_state(job, "COMPLETED")
     assert "/tmp/ckpt" not in (cluster.home / "alice/back.out").read_text()
@@ -175,8 +175,10 @@ def test_a_lost_node_has_its_job_go_on_elsewhere(cluster: SlurmCluster, hdfs: Mi
 def test_a_node_loses_its_power_under_a_job(
     cluster: SlurmCluster, hdfs_url: str, is_back: str
 ) -> None:
-    """Every process, mount and control group of the node is gone, and what its disks have stays.
-    The job goes on: there, or on the other node where this one is away for longer."""
+    """The node's processes, mounts and control groups are gone; its disks are kept.
+
+    The job goes on there, or on the other node if this one is away for longer.
+    """
     target = f"/tmp/back-{is_back}"
     set_up = f'mkdir -p {target}; printf "by the set-up" > {target}/made'
     run = f"srun bootseer run --setup '{set_up}' --target {target} --checkpoint "
@@ -202,7 +204,7 @@ def test_a_node_loses_its_power_under_a_job(
     if is_back == "later":
         cluster.return_node("n1")
     assert_clean(cluster)
-    # What the node had in its cache when it went is no harm.
+    # The cache's content from before the failure does no harm.
     job = cluster.submit("-wn1", "-o", "after.out", script=script(run))
     assert cluster.wait_for_state(job, "COMPLETED", "FAILED") == "COMPLETED", cluster.logs()
     assert "begins at 16" in (cluster.home / "alice/after.out").read_text()
@@ -210,11 +212,11 @@ def test_a_node_loses_its_power_under_a_job(
 
 
 def _let_the_controller_miss(cluster: SlurmCluster, job: int) -> None:
-    """Restart the slurmd of n1 until the controller knows that nothing of a running job is there.
+    """Restart the slurmd of n1 until the controller notices that the running job is not there.
 
-    The controller misses a job when its node registers: as slurmd starts, and once in some twenty
-    pings of SlurmdTimeout/3 s each. It does not while the job may still be beginning, which is for
-    BatchStartTimeout and ten seconds: the first start may be too early.
+    The controller notices that when the node registers: at slurmd's start, and once in some twenty
+    pings of SlurmdTimeout/3 s each. It ignores jobs that may still be beginning, for
+    BatchStartTimeout and ten seconds, so the first restart may be too early.
     """
 
     def is_missed() -> bool:
@@ -228,7 +230,7 @@ def _let_the_controller_miss(cluster: SlurmCluster, job: int) -> None:
 
 
 def test_the_slurmd_of_a_node_is_killed_under_a_job(cluster: SlurmCluster, hdfs_url: str) -> None:
-    """It is started again, and the job has not noticed."""
+    """The slurmd is restarted, and the job does not notice."""
     run = f"bootseer run --checkpoint {hdfs_url}:/tmp/ckpt -- python /home/counting.py /tmp/ckpt 10"
     job = cluster.submit("-wn1", "-o", "slurmd.out", script=script(f"srun {run}"))
     wait_for(lambda: re.search(r"\b2$", listed(cluster, hdfs_url), re.M), "two steps")
@@ -240,7 +242,7 @@ def test_the_slurmd_of_a_node_is_killed_under_a_job(cluster: SlurmCluster, hdfs_
 
 
 def test_the_daemons_of_a_job_are_killed_and_it_lives(cluster: SlurmCluster, hdfs_url: str) -> None:
-    """Nobody is left to kill what the job has: its epilog ends the server, and the save with it."""
+    """No daemon can kill the job's processes: its epilog ends the server, and with it the save."""
     run = f"bootseer run --checkpoint {hdfs_url}:/tmp/ckpt -- python /home/saving.py /tmp/ckpt"
     words = ("-wn1", "--no-requeue", "-o", "daemons.out")
     job = cluster.submit(*words, script=script(f"srun {run}"))

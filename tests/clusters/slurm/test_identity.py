@@ -1,4 +1,4 @@
-"""Which start it is, told by a real Slurm: tasks of an array, components of a heterogeneous job."""
+"""Identity of a start on a real Slurm: array tasks, components of a heterogeneous job."""
 
 import json
 from typing import Any
@@ -11,12 +11,12 @@ from tests.clusters.slurm.test_prolog import said
 
 pytestmark = [pytest.mark.hdfs, pytest.mark.needs("mount", "fuse")]
 
-# It ends before anything of it is published: the epilog does so.
+# The job ends before its timeline is published: the epilog publishes it.
 RUN = "bootseer run -- python -c 'import bootseer; bootseer.ready()'"
 
 
 def report(cluster: SlurmCluster, *words: str) -> Any:
-    """As a user sees it who logs in."""
+    """Return the report as a logged-in user sees it."""
     done = cluster.controller.run("bootseer", "report", *words, "--json", user="alice")
     assert done.returncode == 0, done.stderr + cluster.logs()
     return json.loads(done.stdout)
@@ -34,7 +34,7 @@ def test_tasks_of_an_array_are_starts_of_their_own(cluster: SlurmCluster) -> Non
 
 
 def test_twenty_tasks_of_an_array_start_at_once(cluster: SlurmCluster, hdfs_url: str) -> None:
-    """With an environment that they share, and a checkpoint folder each."""
+    """With a shared environment, and a checkpoint folder each."""
     set_up = "mkdir -p /tmp/packages; echo shared > /tmp/packages/one"
     run = f"srun bootseer run --setup '{set_up}' --target /tmp/packages "
     run += f"--checkpoint {hdfs_url}/$SLURM_ARRAY_TASK_ID:/tmp/ckpt-$SLURM_JOB_ID -- "
@@ -47,7 +47,7 @@ def test_twenty_tasks_of_an_array_start_at_once(cluster: SlurmCluster, hdfs_url:
     assert_clean(cluster)
     texts = [(cluster.home / f"alice/twenty-{task}.out").read_text() for task in range(1, 21)]
     assert sum(text.count("bootseer: stored snapshot") for text in texts) == 1
-    # Their prologs and epilogs do not get into one another's way.
+    # Their prologs and epilogs do not disturb one another.
     assert [said(cluster, name) for name in cluster.nodes] == [[], []]
     for task in range(1, 21):
         ls = ("bootseer", "checkpoint", "ls", f"{hdfs_url}/{task}")
@@ -64,13 +64,13 @@ def test_components_of_a_heterogeneous_job_are_one_start(cluster: SlurmCluster) 
 
 
 def test_the_epilog_of_each_component_publishes_what_was_killed(cluster: SlurmCluster) -> None:
-    """Its own number is another than the one that tasks of the job know."""
+    """A component's own number differs from the number that the job's tasks know."""
     words = ("-J", "killed", "-o", "killed.out", "-N1", "-n1", "-c4", ":", "-N1", "-n1", "-c2")
     run = "srun --het-group=0,1 bootseer run -- sh -c 'kill -9 -1'"
     job = cluster.submit(*words, script=script(run))
     cluster.wait_for_state(job, "COMPLETED", "FAILED", "CANCELLED")
     assert_clean(cluster)
-    # Else the report sees what the nodes have written into the user's home.
+    # Without this, the report reads the files that the nodes have written into the user's home.
     cluster.controller.run("rm", "-rf", "/home/alice/.local/state")
     found = report(cluster, "killed", "--submission", str(job))
     assert (found["node_count"], found["rank_count"]) == (2, 2)

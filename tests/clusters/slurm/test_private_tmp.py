@@ -1,4 +1,4 @@
-"""Jobs that have a /tmp of their own (job_container/tmpfs), as many sites give them."""
+"""Jobs with a private /tmp (job_container/tmpfs), as on many sites."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.needs("mount", "fuse")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:
-    """A Slurm that gives each job its own /tmp and /dev/shm, as soon as its prolog is over."""
+    """Slurm that gives each job a private /tmp and /dev/shm after its prolog."""
     lines = "JobContainerType=job_container/tmpfs\nPrologFlags=Contain\n"
     files = {"slurm/job_container.conf": "AutoBasePath=true\nBasePath=/var/lib/own\n"}
     with simple_cluster(files, lines) as running:
@@ -38,7 +38,7 @@ def _saved(cluster: SlurmCluster) -> str:
 def test_each_step_of_a_job_sees_its_checkpoints(
     cluster: SlurmCluster, directory: str, asks: bool
 ) -> None:
-    """Also where the prolog has mounted them on a folder that the job does not see."""
+    """Also if the prolog has mounted them on a folder that the job does not see."""
     cluster.run("sh", "-c", f"rm -rf {SHARED}/ckpt")
     comment = f"bootseer standby --checkpoint file://{SHARED}/ckpt:{directory}" if asks else ""
     text = script(
@@ -56,7 +56,7 @@ def test_each_step_of_a_job_sees_its_checkpoints(
 
 
 def test_jobs_of_a_user_mount_on_folders_of_one_name(cluster: SlurmCluster) -> None:
-    """The end of one of them leaves the other its own."""
+    """The end of one job leaves the other one's mount."""
     cluster.run("sh", "-c", f"rm -rf {SHARED}/ckpt /home/alice/may-end-*")
     jobs = {}
     for name in ("first", "second"):

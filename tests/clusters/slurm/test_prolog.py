@@ -1,5 +1,8 @@
-"""The script that is slurmd's prolog and epilog: what it does for a job, what it keeps from others,
-and that it never keeps a job from starting or drains a node."""
+"""The script that is slurmd's prolog and epilog.
+
+Tests its work for a job, its protection against other users, and that it never blocks a job or
+drains a node.
+"""
 
 import os
 import re
@@ -30,7 +33,7 @@ def _clean(cluster: SlurmCluster) -> Iterator[None]:
 
 
 def said(cluster: SlurmCluster, name: str) -> list[str]:
-    """The lines of a node's log."""
+    """Return the lines of a node's log."""
     path = cluster.machines[name].path(LOG)
     return path.read_text().splitlines() if path.exists() else []
 
@@ -47,7 +50,7 @@ def test_checkpoints_are_mounted_before_the_job_that_asks_for_it(
     assert "/tmp/ckpt" in output
     assert_clean(cluster)
     assert "mine" in listed(cluster, hdfs_url)
-    # The job took over what was mounted; whoever looks at its timeline sees it.
+    # The job took over the mount, as its timeline shows.
     found = cluster.controller.run("sh", "-c", "cat $(find ~ -name '*.jsonl')", user="alice").stdout
     assert '"live"' in found
 
@@ -55,7 +58,7 @@ def test_checkpoints_are_mounted_before_the_job_that_asks_for_it(
 def test_a_folder_that_another_user_has_taken_is_the_users_again(
     cluster: SlurmCluster, hdfs_url: str
 ) -> None:
-    """Else that user's job and its epilog would use different folders, and its mounts stay."""
+    """Otherwise the job and its epilog would use different folders, and its mounts would stay."""
     machine = cluster.machines["n1"]
     places = [
         f"{top}/bootseer-{USERS['alice']}" for top in ("/run/bootseer", "/var/cache/bootseer")
@@ -95,7 +98,8 @@ def test_a_folder_of_all_users_that_is_full_drains_no_node(
 def test_an_epilog_that_runs_several_times_at_once_says_nothing(
     cluster: SlurmCluster, hdfs_url: str
 ) -> None:
-    """As where slurmd was killed in it, and that of another job of the user runs beside."""
+    """An epilog runs again if slurmd was killed in it, and beside those of the user's other
+    jobs."""
     run = f"bootseer run --checkpoint {hdfs_url}:/tmp/ckpt -- sh -c 'kill -9 -1'"
     machine = cluster.machines["n1"]
     epilog = machine.path("/etc/slurm/epilog.d/bootseer")
@@ -166,7 +170,7 @@ HOSTILE = (
 
 def test_what_users_choose_is_not_believed(cluster: SlurmCluster) -> None:
     machine = cluster.machines["n1"]
-    # The user's own configuration and packages are not read: the epilog runs outside of the job.
+    # The user's configuration and packages are not read: the epilog runs outside of the job.
     home = cluster.home / "alice"
     planted = home / ".local/lib/python3.11/site-packages"
     planted.mkdir(parents=True)
@@ -207,7 +211,7 @@ def test_the_job_of_another_user_keeps_its_mounts(cluster: SlurmCluster, hdfs_ur
 
 
 def test_caches_of_all_users_are_kept_below_the_nodes_limit(cluster: SlurmCluster) -> None:
-    """Those that nobody has used for longest go; names that users choose are not followed."""
+    """The least recently used ones are removed; symbolic links of users are not followed."""
     machine = cluster.machines["n1"]
     settings = machine.path("/etc/bootseer/slurm.conf")
     before = settings.read_text()

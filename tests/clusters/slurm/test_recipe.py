@@ -1,5 +1,7 @@
-"""docs/slurm.md as it is written, on a Slurm of two nodes and an HDFS: a job of two ranks on each
-node with a set-up and checkpoints, which is requeued in the middle."""
+"""The recipe of docs/slurm.md: a job of two ranks on each of two nodes, requeued in the middle.
+
+The job has a set-up and checkpoints on an HDFS.
+"""
 
 import json
 import re
@@ -19,7 +21,7 @@ pytestmark = [pytest.mark.hdfs, pytest.mark.needs("mount", "fuse")]
 
 @pytest.fixture
 def job(cluster: SlurmCluster, hdfs: MiniHdfs) -> Path:
-    """The folder of a user's job, as the page has it."""
+    """Folder of a user's job as the page has it."""
     require(modules=["torch"])
     folder = cluster.home / "alice/job"
     folder.mkdir()
@@ -27,7 +29,7 @@ def job(cluster: SlurmCluster, hdfs: MiniHdfs) -> Path:
     (folder / "requirements.txt").write_text(
         "--no-index\n--find-links /home/alice/job/wheels\nfromrequirements\n"
     )
-    # It is slower than it would be, so that it is in the middle when it is requeued.
+    # Slowed down, so that it is in the middle when it is requeued.
     text = page_block("slurm.md", "python", "torch.distributed")
     slow = "    step += 1\n    import fromrequirements, time; time.sleep(0.05)\n"
     assert "    step += 1\n" in text
@@ -57,13 +59,13 @@ def test_the_recipe_trains_is_requeued_and_goes_on(
     assert cluster.wait_for_state(number, *ends, timeout_s=240) == "COMPLETED", cluster.logs()
     text = output.read_text()
     began = re.findall(r"attempt (\d) begins at step (\d+)", text)
-    # What was saved at SIGTERM is where the second attempt begins.
+    # The second attempt continues from the checkpoint saved at SIGTERM.
     listed = cluster.run("bootseer", "checkpoint", "ls", checkpoints, user="alice")
     saved = sorted(int(step) for step in re.findall(r"step-(\d+)\.pt", listed))
     (requeued_at,) = (step for step in saved if step % 100)
     assert began == [("0", "0"), ("1", str(requeued_at))], text
     assert saved[-1] == 300
-    # One node ran the set-up, for both, and no node did for the second attempt.
+    # One node ran the set-up for both, and no node did for the second attempt.
     assert text.count("bootseer: stored snapshot") == 1, text
     cluster.wait_for_idle()
     for name in cluster.nodes:
