@@ -1,4 +1,4 @@
-"""Documents: what is read is small, typed, whole and of a version that this release knows."""
+"""Documents that are read must be small, typed, complete and of a known version."""
 
 import json
 import subprocess
@@ -165,7 +165,7 @@ for number in range(300):
 
 
 def test_a_struct_that_several_threads_read_first_is_read() -> None:
-    """`snapshot list`, which reads manifests in threads, died by SIGSEGV in 11 of 582 runs."""
+    """`snapshot list` reads manifests in threads, and died by SIGSEGV in 11 of 582 runs."""
     command = [sys.executable, "-c", _FIRST_USES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""The one table from exception to errno and exit code."""
+"""The table from exceptions to errno values and exit codes."""
 
 import errno
 
@@ -51,7 +51,7 @@ def test_from_oserror_says_what_was_tried() -> None:
 
 
 def test_from_oserror_leaves_one_of_ours_as_it_is() -> None:
-    """A named fault: a full cache was called a failure to read the file that was being kept."""
+    """A named fault: a full cache was reported as a failure to read the file to be cached."""
     full = errors.NoSpaceError("cannot write to the cache in /c: No space left on device")
     again = errors.from_oserror(full, "read /image/file")
     assert (type(again), str(again)) == (errors.NoSpaceError, str(full))

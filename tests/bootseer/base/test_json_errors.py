@@ -1,4 +1,4 @@
-"""An error that crosses to another process is the same error there."""
+"""Errors keep their type and text when they are sent to another process."""
 
 import pytest
 

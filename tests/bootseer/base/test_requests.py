@@ -1,4 +1,4 @@
-"""Requests to shared servers are counted, in each process by itself."""
+"""Requests to shared servers are counted separately in each process."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What is nearly a URL is refused: it would become a new, empty folder."""
+"""Misspelt URLs are refused, as they would become new, empty folders."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Length-prefixed messages: taken when all of it is there, and bounded before that."""
+"""Length-prefixed messages are taken when complete, and limited in size before that."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Extraction: exact attributes, whole or not at all, and what is refused."""
+"""Extraction restores exact attributes, is whole or absent, and refuses damaged input."""
 
 import os
 import random
@@ -137,7 +137,7 @@ def _children() -> set[int]:
 
 
 def _many_files(directory: Path) -> None:
-    """Several groups, and a file of several parts."""
+    """Make several groups of files, and a file of several parts."""
     directory.mkdir()
     generator = random.Random(3)
     for number in range(700):
@@ -164,7 +164,7 @@ def test_processes_share_the_work_and_are_gone_afterwards(tmp_path: Path) -> Non
     assert state(tmp_path / "out") == state(tmp_path / "in")
     assert len(during) == 3
     assert not _children() - before
-    # What two tasks need at different times may be asked for twice, but that is little.
+    # Frames that two tasks need at different times may be requested twice; they are few.
     assert sum(asked) < 1.2 * len(blob)
 
 
@@ -265,7 +265,7 @@ def test_a_worker_that_is_killed_is_an_error(tmp_path: Path) -> None:
 def test_a_worker_that_cannot_be_killed_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As one that waits for a file system that does not answer."""
+    """A worker may wait for a file system that does not answer."""
     _many_files(tmp_path / "in")
     tree, _ = packed(tmp_path / "in")
     before = _children()

@@ -1,5 +1,4 @@
-"""What goes wrong on real machines: files that change, vanish or may not be read, a killed
-extraction, no privileges, gigabytes of holes."""
+"""Faults of real machines: changing, vanishing or unreadable files, kills, large holes."""
 
 import contextlib
 import io
@@ -29,7 +28,7 @@ NOBODY = 65534
 
 
 class Meddling(io.BytesIO):
-    """A sink that does something to the source at the first write."""
+    """Sink that changes the source at the first write."""
 
     def __init__(self, meddle: object) -> None:
         super().__init__()
@@ -154,7 +153,10 @@ def test_extraction_without_privileges(tmp_path: Path) -> None:
 
 
 def is_session_alive(session: int) -> bool:
-    """Whether a process of it runs; what nobody waits for may stay as a zombie."""
+    """Return whether a process of the session runs.
+
+    A process that nobody waits for may stay as a zombie, which does not count.
+    """
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
@@ -200,7 +202,7 @@ def test_a_killed_extraction_leaves_no_target_and_the_next_one_sweeps(
     wait_for(lambda: not is_session_alive(child.pid), "their end", interval_s=0.01)
     (left,) = (tmp_path / "targets").iterdir()
     assert left.name.startswith(".out.extracting-")
-    # Young leftovers stay: they could belong to somebody who is just starting.
+    # Young leftovers stay: they could belong to an extraction that is just starting.
     extract(tree, reader_of(blob), tmp_path / "targets/out")
     assert left.exists()
     assert state(tmp_path / "targets/out") == state(source)

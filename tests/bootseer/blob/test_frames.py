@@ -1,4 +1,4 @@
-"""Frames: which cover a range, what is checked before and after decompressing."""
+"""Frames: the ones that cover a range, and the checks before and after decompression."""
 
 import io
 import os
@@ -65,7 +65,7 @@ def test_a_frame_table_is_a_sequence_of_frames() -> None:
     ("length", "stream_length"), [(0, 10), (5, 0), (5, 2**26 + 1), (2**27 + 1, 10)]
 )
 def test_empty_and_huge_frames_are_refused(length: int, stream_length: int) -> None:
-    """One decompression allocates what the table says."""
+    """A decompression allocates the size that the table says."""
     with pytest.raises(CorruptError, match="empty or too large"):
         FrameTable(array("I", [length]), array("I", [stream_length]), bytes(32))
 

@@ -1,4 +1,4 @@
-"""The index codec: what goes in comes out, and nothing that is damaged or hostile gets through."""
+"""The index codec: encoding and decoding are inverse, and damaged or hostile input is refused."""
 
 import hashlib
 import stat
@@ -227,7 +227,7 @@ def test_no_contents_make_anything_but_our_errors(
 
 
 def expanding(section: str, count: int) -> bytes:
-    """An index that has nothing but a section of zeros, which expands to `count` bytes."""
+    """Return an index of one section of zeros, which expands to `count` bytes."""
     sections = sections_of(build_tree([], [DIR], []))
     sections[section] = bytes(count)
     return forge(sections, 1, index.COUNT_MAX if section == "names" else 0)
@@ -246,7 +246,7 @@ def test_a_small_index_cannot_take_all_memory(section: str) -> None:
 
 @pytest.mark.parametrize("section", ["names", "links", "xattrs"])
 def test_a_heap_of_nothing_makes_no_objects(section: str) -> None:
-    # Within what an index may expand to, but each byte of it would be an object.
+    # Within the limit of an index's expanded size, but each byte of it would be an object.
     sections = sections_of(sample())
     sections[section] = bytes(2**21)
 

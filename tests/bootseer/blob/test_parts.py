@@ -1,4 +1,4 @@
-"""Ranges of files in many pieces, against a look at every extent."""
+"""Ranges of files in many pieces, against a comparison with every extent."""
 
 import stat
 

@@ -1,4 +1,4 @@
-"""Random trees: what GNU tar, our extraction and random reads give back equals the original."""
+"""Random trees survive GNU tar, extraction and random reads unchanged."""
 
 import os
 import stat
@@ -24,7 +24,7 @@ IS_ROOT = os.geteuid() == 0
 class File:
     kind: str
     pieces: tuple[tuple[int, bytes], ...]
-    """For a regular file: (hole before, content)."""
+    """Pairs of a hole's size and the content behind it; only of a regular file."""
     tail: int
     mode: int
     mtime_ns: int
@@ -109,7 +109,7 @@ def build(root: bytes, spec: list[tuple[list[bytes], File]], xattrs: bool) -> No
             for name, value in file.xattrs:
                 os.setxattr(path, name, value)
         if file.kind != "symlink":
-            # Unprivileged, what we may not read we cannot pack.
+            # An unprivileged user cannot pack unreadable files.
             os.chmod(path, file.mode if IS_ROOT else file.mode | 0o700)
         os.utime(path, ns=(0, file.mtime_ns), follow_symlinks=False)
 

@@ -12,7 +12,8 @@ _FRAME = 128 * 1024
 
 
 def test_a_directory_packed_and_pulled_is_one_blob(tmp_path: Path) -> None:
-    """By size on both sides of a frame, and sparse: where the two could cut differently."""
+    """The files are sparse, and smaller and larger than a frame, where the two could cut
+    differently."""
     root = odd_tree(tmp_path / "root")
     with (root / "holes").open("wb") as file:
         for offset, length in ((300_000, 300_000), (2_000_000, 777_777)):

@@ -156,7 +156,7 @@ def hostile_map(text: bytes) -> bytes:
         (pax({b"comment": b"x" * 6_000_000}) * 3, "too long"),
         (archive(entry("d/" * 3000)), "longer than 4096"),
         (archive(entry("l", b"2", pax_headers={"linkpath": "x" * 5000})), "longer than 4096"),
-        # Each block of it was once searched for line ends again and again.
+        # Each block of the archive was once searched for line ends again and again.
         (hostile_map(b"1" * 8_000_000), "sparse map"),
         (hostile_map(b"300000\n" + b"1\n" * 600_000), "too long"),
         (hostile_map(b"1000\n" + b"1" * 2_000_000), "sparse map"),
@@ -251,7 +251,7 @@ def test_damage_is_an_error_of_ours_or_a_valid_tree(
 
 
 def test_an_archive_may_end_without_the_blocks_that_end_it() -> None:
-    """`umoci insert` leaves out the last padding, too; GNU tar and containerd read both."""
+    """`umoci insert` also leaves out the last padding; GNU tar and containerd read both."""
     whole = archive(entry("d", tarfile.DIRTYPE), (entry("d/x"), b"hello"))
     assert whole[1024:1029] == b"hello"
     for end in (1029, 1030, 1536):

@@ -1,4 +1,4 @@
-"""The tree model: lookups against a plain dict, and what must be refused."""
+"""Lookups in the tree model against a plain dict, and trees that are refused."""
 
 import stat
 

@@ -1,4 +1,4 @@
-"""A tree with one of everything survives GNU tar, our own extraction, and random reads."""
+"""A tree with an entry of every kind survives GNU tar, extraction and random reads."""
 
 import io
 import os
@@ -37,7 +37,7 @@ def test_gnu_tar_restores_everything(zoo: Path, tmp_path: Path, locale: str) -> 
         check=True,
         stderr=subprocess.PIPE,
     )
-    # Its own check of the clock is all that it may say.
+    # Its own check of the clock may be its only message.
     noise = [line for line in done.stderr.splitlines() if b"in the future" not in line
              and b"implausibly old" not in line]  # fmt: skip
     assert noise == []
@@ -81,7 +81,7 @@ def test_gnu_tars_own_archives_unpack_the_same(
     xattrs = ["--xattrs"] if "--format=pax" in options else []
     create = ["tar", *xattrs, *options, "-cf", str(archive), "--sort=name", "."]
     if "--format=pax" not in options:
-        # What cannot be said in these formats.
+        # Attributes that these formats cannot represent.
         create += ["--mtime=@1234567890"]
     subprocess.run(create, cwd=zoo, check=True, timeout=60, stderr=subprocess.DEVNULL)
     (tmp_path / "expected").mkdir()

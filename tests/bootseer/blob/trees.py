@@ -1,4 +1,4 @@
-"""Directories to pack, and everything about them that must survive, as a dict."""
+"""Directories to pack, and their state to compare as a dict."""
 
 import io
 import os
@@ -21,7 +21,7 @@ def packed(root: Path, **options: object) -> tuple[Tree, bytes]:
 
 
 def state(root: Path) -> dict[bytes, object]:
-    """Everything that must be equal, path by path."""
+    """Return the attributes and content that must survive, path by path."""
     found: dict[bytes, object] = {}
     inodes: dict[int, bytes] = {}
     base = os.fsencode(root)
@@ -60,7 +60,7 @@ def can_set_xattrs(directory: Path) -> bool:
 
 
 def make_zoo(root: Path) -> None:
-    """One of everything, the nasty ones first. Owners and devices only as root."""
+    """Make an entry of every kind; owners and devices only as root."""
     (root / "a/deep/er").mkdir(parents=True)
     (root / "a/file").write_bytes(b"content")
     (root / "a/deep/large").write_bytes(os.urandom(300_000) + bytes(400_000))

@@ -1,4 +1,4 @@
-"""Stores with images, traces and snapshots in them, and a collection that is looked over."""
+"""Stores with images, traces and snapshots, and the check of a collection."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What a collection deletes and what it spares, in real stores."""
+"""The objects that a collection deletes and keeps, in real stores."""
 
 import shutil
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_an_image_goes_with_all_that_only_it_needs(tmp_path: Path) -> None:
         "images/two%3A1.json"
     }
     left = keys_of(settings)
-    # What the first one's trace told is also filed under the stream that both share.
+    # The first image's trace is also filed under the stream that both images share.
     assert left == with_trace
     assert done.deleted_count == len(plan.deletions) > 8
     run_gc(settings, replace(NOW, images=("one:1",)))
@@ -73,7 +73,7 @@ def test_a_tag_that_moved_leaves_its_bundle_to_the_next_build(tmp_path: Path) ->
     add_image(settings, tmp_path, "one", "base", "b")
     with open_store(settings.store_url) as store:
         new = find_image(store, "one:1")
-        # Somebody has published the merged tree of a chain of its layers.
+        # The merged tree of a chain of its layers was published.
         publish_chain_index(store, new.config.diff_ids, new.index_digest)
     run_gc(settings)
     with open_store(settings.store_url) as store:
@@ -100,7 +100,7 @@ def test_rules_decide_which_snapshots_stay(tmp_path: Path) -> None:
         return {entry.name for key, entry in inventory.entries() if plan.verdicts[key].is_kept}
 
     assert kept() == kept(keep=("nothing",)) == kept(keep_days=1) == everything
-    # Of each command: the two that were created from directories have none.
+    # Traces of each command; the two images that were created from directories have none.
     assert kept(keep_last=2) == {second, third, named, other}
     assert kept(keep_last=1) == {third, other}
     assert kept(keep_last=1, keep=("base-*", first[:8])) == {first, third, named, other}
@@ -115,7 +115,7 @@ def test_rules_decide_which_snapshots_stay(tmp_path: Path) -> None:
     age(settings, "snapshots", 10 * DAY_S)
     assert kept(keep_days=9) == set()
     assert kept(keep_days=11) == everything
-    # A restore is a use, and more so lately.
+    # A restore is a use, and a recent one.
     shutil.rmtree(env)
     restore_snapshot(settings, first)
     assert kept(keep_days=9) == kept(keep_last=0) == {first}

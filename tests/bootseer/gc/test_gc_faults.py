@@ -1,4 +1,4 @@
-"""Collections that die, meet others, records that cannot be read, or storage without ages."""
+"""Collections with faults: kills, other collectors, unreadable records, storage without times."""
 
 import contextlib
 import json
@@ -63,7 +63,7 @@ def test_what_is_published_between_plan_and_deletion_is_spared(tmp_path: Path) -
         done = collect(store, inventory, plan, NOW, owner="gc")
         assert set(done.spared) == set(plan.deletions)
         check_all(store)
-        # And a writer whose blob went at the last moment does not leave a broken snapshot.
+        # And a writer whose blob was deleted at the last moment does not leave a broken snapshot.
         store.delete(blob_key(target.blob.digest))
         store.delete(catalogue.manifest_key(manifest.fingerprint))
         with pytest.raises(BusyError, match="run it again"):
@@ -96,11 +96,11 @@ def _ageless(function: Any) -> Any:
 
 
 class _Killed(BaseException):
-    """The end of the process, as far as the store can tell."""
+    """End of the process, as the store sees it."""
 
 
 def bundles_in(settings: Settings) -> dict[str, set[str]]:
-    """What each bundle in the store is made of, by its header's key."""
+    """Return the members of each bundle in the store, by the bundle's key in its header."""
     found: dict[str, set[str]] = {}
     for key in keys_of(settings, "bundles/"):
         found.setdefault(f"{key.rpartition('/')[0]}/header", set()).add(key)
@@ -154,7 +154,7 @@ def test_a_collection_that_dies_at_any_step_leaves_nothing_broken(
 def test_records_are_read_several_at_a_time_and_objects_deleted_by_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One by one, each of which is some requests, a store of thousands takes hours."""
+    """One at a time, a store with thousands of objects took hours."""
     settings = settings_at(tmp_path)
     run_setups(settings, tmp_path / "env", "abcdefgh")
     together = threading.Barrier(4)
@@ -185,7 +185,7 @@ def test_records_are_read_several_at_a_time_and_objects_deleted_by_the_batch(
 
 
 def test_content_of_a_bucket_goes_by_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each object was looked at once more before."""
+    """Each object's metadata was once requested again before its deletion."""
     with s3_server() as server, FaultyRelay(server["AWS_ENDPOINT_URL"][len("http://") :]) as relay:
         for name, value in {**server, "AWS_ENDPOINT_URL": f"http://{relay.host}"}.items():
             monkeypatch.setenv(name, value)
@@ -199,7 +199,7 @@ def test_content_of_a_bucket_goes_by_few_requests(monkeypatch: pytest.MonkeyPatc
             done = collect(store, inventory, plan, NOW, owner="gc")
             methods = [one.method for one in relay.seen]
     assert done.deleted_count == 40
-    # Two looks, two times of the storage's clock, a lease: none of it grows with what is deleted.
+    # Two listings, two times of the storage's clock, a lease: none grows with the deletions.
     assert len(methods) < 40
 
 
@@ -257,7 +257,7 @@ def test_only_one_collects_and_dead_leases_end(
 
 @pytest.mark.needs("root")
 def test_a_full_store_is_collected(tmp_path: Path) -> None:
-    """A named fault: there was no room for the collector's lease, so that it stayed full."""
+    """A named fault: without room for the collector's lease, a full store stayed full."""
     settings = settings_at(tmp_path)
     disk = tmp_path / "store"
     disk.mkdir(mode=0o700)
@@ -279,7 +279,7 @@ def test_a_full_store_is_collected(tmp_path: Path) -> None:
 
 
 def _fill(path: Path) -> None:
-    """To the disk's last page, by what somebody publishes just now."""
+    """Fill the disk to its last page, as another writer might meanwhile."""
     path.parent.mkdir(exist_ok=True)
     with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
         while True:
@@ -290,7 +290,7 @@ _HOUR_NS = 3600 * 10**9
 
 
 def _publishing(settings: Settings) -> Store:
-    """A store in which a blob, whose record is still to come, and a temporary are a minute old."""
+    """Return a store with a blob without a record yet, and a temporary, both a minute old."""
     store = open_store(settings.store_url)
     store.publish("blobs/sha256/" + "a" * 64, b"its record is still to come")
     hidden = Path(settings.store_url.removeprefix("file://")) / ".tmp" / ("b" * 32)
@@ -300,7 +300,7 @@ def _publishing(settings: Settings) -> Store:
 
 
 def _set_clock(monkeypatch: pytest.MonkeyPatch, ahead_ns: int) -> None:
-    """This process's clock; the storage's, which gives the times of files, is the kernel's."""
+    """Set the clock of this process ahead; the times of files are still the kernel's."""
     now_ns = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: now_ns() + ahead_ns)
 

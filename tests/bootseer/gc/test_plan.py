@@ -1,4 +1,4 @@
-"""The plan of a collection against an oracle."""
+"""The plan of a collection against a reference model."""
 
 import pytest
 from hypothesis import given
@@ -54,7 +54,7 @@ def _objects(draw: st.DrawFn) -> dict[str, Object]:
 
 
 def _kept(objects: dict[str, Object], doomed: set[str]) -> set[str]:
-    """What stays, by the words of docs/format/store.md, one step after the other."""
+    """Return the objects that stay, by the steps that docs/format/store.md describes."""
     by_age = sorted((one.modified_ns, key) for key, one in objects.items() if "starts/" in key)
     kept: set[str] = set()
     for key, one in objects.items():
@@ -71,7 +71,7 @@ def _kept(objects: dict[str, Object], doomed: set[str]) -> set[str]:
 
     def below(keys: tuple[str, ...]) -> set[str]:
         folders = tuple(key for key in keys if key.endswith("/"))
-        # What is missing may still have something that hangs on it.
+        # Other objects may still refer to one that is missing.
         return {*keys, *(key for key in objects if folders and key.startswith(folders))}
 
     needed: set[str] = set()

@@ -1,4 +1,4 @@
-"""Who reaches an address, and who may send us where."""
+"""Addresses that a server may redirect to, and from where they can be reached."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Requests to a server that drips, redirects or wants a proxy."""
+"""Requests to servers that send a byte at a time, redirect, or are behind a proxy."""
 
 import socket
 import subprocess
@@ -20,7 +20,8 @@ MIB = 2**20
 
 
 def ends(work: Callable[[], object]) -> BaseException | None:
-    """What `work` ends by, which must be soon after its deadline of a second."""
+    """Return the exception that `work` ends with; it must end soon after its deadline of a
+    second."""
     found: list[BaseException | None] = []
 
     def run() -> None:
@@ -89,7 +90,7 @@ ask()
 
 
 def test_a_forked_child_has_connections_of_its_own() -> None:
-    """On its parent's it would get the parent's answers."""
+    """On its parent's connections the child would read the parent's answers."""
     ports: list[int] = []
 
     class Handler(QuietHandler):
@@ -108,7 +109,7 @@ def test_a_forked_child_has_connections_of_its_own() -> None:
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_name_that_is_never_found_is_left(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resolver whose servers are gone takes minutes, with the search list of a cluster."""
+    """With a cluster's search list, a resolver without servers takes minutes."""
     over = threading.Event()
 
     def hang(*_: object, **__: object) -> object:
@@ -123,7 +124,7 @@ def test_a_name_that_is_never_found_is_left(scheme: str, monkeypatch: pytest.Mon
 
 
 def test_requests_at_once_need_one_thread_to_watch_them() -> None:
-    """A thread for each would be a thousand of them on a node that starts."""
+    """One thread each would be a thousand threads on a node that starts a job."""
     count = 16
     arrived = threading.Barrier(count + 1)
     go_on = threading.Event()

@@ -1,4 +1,4 @@
-"""One real registry for all of these tests, each of which uses repositories of its own."""
+"""One real registry for all tests here; each uses repositories of its own."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
 
 @pytest.fixture
 def repository() -> str:
-    """A repository that nobody else uses."""
+    """Return the name of a repository that no other test uses."""
     return f"tests/r{secrets.token_hex(6)}"
 
 
@@ -31,8 +31,10 @@ Connect = Callable[..., RegistryClient]
 
 @pytest.fixture
 def connect(repository: str, tmp_path: Path) -> Iterator[Connect]:
-    """Makes clients of the repository at one or several servers (host:port, the last is the
-    registry), without any login of the user who runs the tests."""
+    """Yield a function that makes clients of the repository without any login of the user.
+
+    The function's arguments are the servers as HOST:PORT; the last one is the registry.
+    """
     with ExitStack() as stack:
 
         def make(

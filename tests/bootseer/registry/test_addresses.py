@@ -1,4 +1,4 @@
-"""Where a registry may send us: never to what only this node or its network can reach."""
+"""A registry can redirect to no address that only this node or its network reaches."""
 
 import socket
 
@@ -13,7 +13,7 @@ from testbed.servers.registry import QuietHandler, serve
 
 
 class _Registry(QuietHandler):
-    """Redirects a manifest, or asks for a login elsewhere, as `target` says."""
+    """Server that redirects a manifest or a login to another address, as `target` says."""
 
     target = ""
     asks_for_login = False
@@ -30,7 +30,7 @@ class _Registry(QuietHandler):
 def test_a_registry_on_the_internet_leads_to_nothing_inside(
     monkeypatch: pytest.MonkeyPatch, name: str, asks_for_login: bool
 ) -> None:
-    """Also where a name of its own means an address inside, which is known once it answers."""
+    """A public name may resolve to an address inside, which is known only once it is connected."""
     seen: list[str] = []
 
     class Inside(QuietHandler):

@@ -33,7 +33,7 @@ LOGIN = Credential(USER, PASSWORD)
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    """A registry that wants a Basic login."""
+    """Yield a registry that requires a Basic login."""
     root = tmp_path_factory.mktemp("guarded")
     with running_registry(root, htpasswd_auth(root, USER, PASSWORD)) as running:
         yield running
@@ -48,7 +48,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenServer]:
 
 @pytest.fixture(scope="module")
 def tokened(tmp_path_factory: pytest.TempPathFactory, tokens: TokenServer) -> Iterator[Registry]:
-    """A registry that wants a token of `tokens`."""
+    """Yield a registry that requires a token of `tokens`."""
     with running_registry(tmp_path_factory.mktemp("tokened"), tokens.auth) as running:
         yield running
 

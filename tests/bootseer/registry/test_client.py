@@ -95,7 +95,7 @@ def test_a_blob_of_another_size_is_refused(client: RegistryClient) -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has every connection count as slow, so that blobs are read in many small parts."""
+    """Count every connection as slow, so that blobs are read in many small parts."""
     monkeypatch.setattr(ranges, "PART_BYTES", 10_000)
     monkeypatch.setattr(ranges, "FAST_BYTES_PER_S", 1e15)
     monkeypatch.setattr(ranges, "FIRST_BYTES", 20_000)
@@ -167,7 +167,7 @@ def test_referrers_of_an_old_registry_are_under_a_tag(client: RegistryClient) ->
         {"mediaType": MANIFEST_TYPE, "digest": digest_of(b"1"), "size": 1, "artifactType": "a/b"},
         {"mediaType": MANIFEST_TYPE, "digest": digest_of(b"2"), "size": 1, "artifactType": "c/d"},
     ]
-    # An index may only name what is there.
+    # An index may only refer to manifests that exist.
     for entry in entries:
         data = manifest_of(client, artifactType=entry["artifactType"])
         entry["digest"], entry["size"] = digest_of(data), len(data)

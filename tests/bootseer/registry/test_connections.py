@@ -1,4 +1,4 @@
-"""Certificates and proxies: how servers are reached."""
+"""Connections to servers: certificates and proxies."""
 
 import base64
 import shutil
@@ -20,7 +20,10 @@ from testbed.servers.registry import QuietHandler, Registry, running_registry, s
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an authority (ca.pem), and what it signed: server and client (.pem, .key)."""
+    """Return a folder with an authority (ca.pem) and the server and client pairs it signed.
+
+    The pairs' files end in .pem and .key.
+    """
     require(programs=["openssl"])
     folder = tmp_path_factory.mktemp("certificates")
 
@@ -45,7 +48,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[Registry]:
-    """A registry with a certificate that only `certificates` vouch for."""
+    """Yield a registry whose certificate only the authority of `certificates` vouches for."""
     tls = {"certificate": str(certificates / "server.pem"), "key": str(certificates / "server.key")}
     with running_registry(tmp_path_factory.mktemp("secured"), tls=tls) as running:
         yield running
@@ -53,7 +56,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Ite
 
 @pytest.fixture(scope="module")
 def mutual(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[Registry]:
-    """One that wants a certificate of its clients, too."""
+    """Yield a registry that also requires a certificate of its clients."""
     tls = {
         "certificate": str(certificates / "server.pem"),
         "key": str(certificates / "server.key"),
@@ -90,7 +93,7 @@ def test_a_client_shows_its_certificate(mutual: Registry, certificates: Path) ->
 def test_a_hosts_file_speaks_of_the_registry_itself(
     mutual: Registry, certificates: Path, tmp_path: Path
 ) -> None:
-    """What containerd pulls with needs to be enough."""
+    """The configuration that containerd pulls with is enough."""
     folder = tmp_path / mutual.host
     folder.mkdir()
     for name in ("ca.pem", "client.pem", "client.key"):
@@ -200,7 +203,7 @@ def test_no_server_leads_us_to_where_nothing_is_encrypted(
 def test_a_registry_on_this_machine_that_wants_tls_is_told_apart(
     secured: Registry, tmp_path: Path
 ) -> None:
-    """Without a hosts file it is asked unencrypted, as containerd does."""
+    """Without a hosts file a request to it is unencrypted, as containerd's is."""
     (host,) = load_hosts(secured.host, tmp_path)
     assert host.base_url.startswith("http://")
     with pytest.raises(InvalidInputError, match="wants TLS") as caught:

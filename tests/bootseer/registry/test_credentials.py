@@ -1,4 +1,4 @@
-"""Logins from files and helpers, and that none of them is ever shown."""
+"""Logins from files and credential helpers; no message shows one."""
 
 import base64
 import json
@@ -21,14 +21,14 @@ def auth(user: str, password: str) -> dict[str, str]:
 
 
 def configured(tmp_path: Path, config: Any, name: str = "config.json") -> dict[str, str]:
-    """The environment in which `config` is Docker's configuration."""
+    """Return an environment in which `config` is Docker's configuration."""
     text = config if isinstance(config, str) else json.dumps(config)
     (tmp_path / name).write_text(text)
     return {"DOCKER_CONFIG": str(tmp_path), "HOME": str(tmp_path / "home")}
 
 
 def helper(tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installs docker-credential-test, a shell script."""
+    """Install the shell script `script` as docker-credential-test."""
     path = tmp_path / "bin" / "docker-credential-test"
     path.parent.mkdir()
     path.write_text(f"#!/bin/sh\n{script}\n")
@@ -168,7 +168,7 @@ def test_a_login_does_not_show_its_secret() -> None:
 def test_a_helper_that_leaves_a_child_behind_is_left_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The child has the helper's output: who waits for its end waits for ever."""
+    """The child keeps the helper's output open, so that reading to its end would never return."""
     monkeypatch.setattr("bootseer.registry.credentials.HELPER_DEADLINE_S", 0.5)
     helper(tmp_path, "sleep 600 & sleep 600", monkeypatch)
     environ = configured(tmp_path, {"credHelpers": {"r.io": "test"}})

@@ -1,4 +1,4 @@
-"""Servers that say or take a byte now and then: the total counts, not the last byte."""
+"""Servers that send or take a byte now and then: the total time counts, not the last byte."""
 
 import gc
 import threading
@@ -13,7 +13,7 @@ from testbed.waiting import TIMEOUT_S
 
 
 def test_who_waits_for_a_token_that_fails_does_not_ask_again() -> None:
-    """Else a token server that hangs holds each of the threads, one after the other."""
+    """Otherwise a token server that hangs would hold each thread in turn."""
     count = 8
     asked: list[str] = []
 
@@ -57,7 +57,7 @@ def test_who_waits_for_a_token_that_fails_does_not_ask_again() -> None:
 
 
 def test_blobs_without_number_leave_nothing_behind() -> None:
-    """A server that lives for weeks reads the beginnings of millions of blobs."""
+    """A process that runs for weeks reads the beginnings of millions of blobs."""
     blob = b"0123456789"
 
     class Handler(QuietHandler):
@@ -74,7 +74,7 @@ def test_blobs_without_number_leave_nothing_behind() -> None:
             assert client.file(digest, len(blob)).read(0, len(blob)) == blob
         gc.collect()
         wanted = set(digests)
-        # By the type of each: lazy objects of other libraries answer isinstance() by loading.
+        # By exact type: lazy objects of other libraries answer isinstance() by loading.
         kept = [dict.keys(one) for one in gc.get_objects() if issubclass(type(one), dict)]
         assert 0 < max(len(wanted & keys) for keys in kept) <= 1000
     server.shutdown()

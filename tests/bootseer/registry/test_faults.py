@@ -1,4 +1,4 @@
-"""Registries and networks that fail: what is survived, and how the rest is reported."""
+"""Registries and networks that fail: which failures are retried, and how others are reported."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ DIGEST = digest_of(DATA)
 
 @pytest.fixture
 def through(connect: Connect, registry: Registry, relay: FaultyRelay) -> RegistryClient:
-    """A client that goes through the relay, of a repository with DATA and the tag v1."""
+    """Return a client behind the relay, of a repository with DATA and the tag v1."""
     direct = connect(registry.host)
     push_blob(direct, DATA)
     direct.push_manifest("v1", MANIFEST_TYPE, manifest_of(direct))
@@ -116,7 +116,7 @@ def test_a_download_that_breaks_for_ever(through: RegistryClient, relay: FaultyR
 def test_a_download_counts_all_failures_together(
     through: RegistryClient, relay: FaultyRelay
 ) -> None:
-    """Requests that fail, and bodies that break off: attempts within attempts would be 36."""
+    """Retries of requests within retries of bodies that break off would be 36 attempts."""
     rounds = ([Fault("GET .*blobs", 5, 503), Fault("GET .*blobs", 1, cut_after_bytes=10)],) * 6
     relay.faults = [fault for pair in rounds for fault in pair]
     with pytest.raises(UnavailableError):
@@ -292,7 +292,7 @@ def test_where_a_blob_was_found_is_remembered_while_it_holds(
         storage.faults = [Fault("GET", 1, 403)]
         assert client.file(DIGEST, SIZE).read(0, 10) == DATA[:10]
         assert (relay.count("GET"), storage.count("GET")) == (2, 7)
-        # The storage breaks off, and what was remembered is asked for again.
+        # The storage breaks off, and the remembered URL is requested again.
         storage.faults = [Fault("GET", 1, cut_after_bytes=3)]
         assert client.file(DIGEST, SIZE).read(0, 10) == DATA[:10]
 

@@ -1,4 +1,4 @@
-"""What `hosts.toml` adds to requests is meant for one server, and goes to no other."""
+"""Headers that `hosts.toml` adds for one server are sent to no other server."""
 
 import json
 import time
@@ -21,7 +21,7 @@ SECRETS = (("X-Site-Token", "s3cret"), ("cookie", "s3cret=1"), ("Authorization",
 
 
 class Server:
-    """A server that answers by `answers`, per "METHOD PATH", and notes what it is sent."""
+    """Server that answers by `answers`, keyed by "METHOD PATH", and keeps the requests."""
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, bytes, dict[str, str]]] = {}
@@ -42,7 +42,7 @@ class Server:
         self.host = f"127.0.0.1:{self._server.server_address[1]}"
 
     def has_secret(self) -> bool:
-        """Whether anything secret has come."""
+        """Return whether any request had a secret."""
         return any("s3cret" in value for _, headers in self.seen for value in headers.values())
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ def other() -> Iterator[Server]:
 def client_of(
     *servers: Server, login: Credential | None = None, of: int = 0
 ) -> Iterator[RegistryClient]:
-    """A client of the servers, in this order; that with the number `of` has the secret headers."""
+    """Yield a client of the servers in this order; server number `of` has the secret headers."""
     hosts = [
         Host(one.host, f"http://{one.host}/v2", headers=SECRETS if number == of else ())
         for number, one in enumerate(servers)
@@ -125,7 +125,7 @@ def test_an_upload_elsewhere_takes_no_headers_of_the_hosts_file_along(
 def test_an_upload_that_is_redirected_is_sent_nowhere_else(
     own: Server, other: Server, status: int
 ) -> None:
-    """Where an upload goes on is said by the answer 202; a redirect would send the body along."""
+    """The answer 202 says where an upload continues; a redirect would send the body along."""
     own.answers = {
         "POST /v2/a/b/blobs/uploads/": (202, b"", {"Location": "/upload"}),
         "PUT /upload": moved(other, "/upload", status),
@@ -180,7 +180,7 @@ def test_a_token_server_that_redirects_is_not_followed_with_the_login(
 def test_a_signed_url_is_used_for_a_minute(
     own: Server, other: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever may not read the blob any more, or finds it elsewhere, learns it then."""
+    """After that, a change of the reader's rights or of the blob's place takes effect."""
     own.answers = {f"GET /v2/a/b/blobs/{DIGEST}": moved(other, "/blob")}
     other.answers = {"GET /blob": (200, BLOB, {})}
     monotonic, later_s = time.monotonic, 0.0

@@ -1,4 +1,4 @@
-"""containerd's hosts.toml: which servers are asked, in which order, how."""
+"""containerd's hosts.toml: the servers that are asked, their order, and their settings."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Settings: their strength order, parsing and errors."""
+"""Settings: precedence, parsing and errors."""
 
 import os
 import subprocess
@@ -107,7 +107,7 @@ def test_metrics_are_off_unless_they_have_a_folder() -> None:
 
 
 def test_a_runtime_folder_of_somebody_else_is_not_used(tmp_path: Path) -> None:
-    """`su` and `sudo -E` keep the variable of who was logged in."""
+    """`su` and `sudo -E` keep the variable of the user who was logged in."""
     environ = {"HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
     assert default_settings(environ)["run_dir"] == str(tmp_path / "bootseer")
     without = default_settings({"HOME": str(tmp_path)})["run_dir"]
@@ -122,7 +122,7 @@ def test_a_runtime_folder_of_somebody_else_is_not_used(tmp_path: Path) -> None:
 
 
 def test_a_user_without_a_folder_has_one_of_their_own_for_a_while() -> None:
-    """As in a pod whose user is a number, and whose HOME is /."""
+    """In a pod the user may be a number, with / as HOME."""
     if os.geteuid() == 0:
         code = (
             "import os, sys\n"
@@ -153,7 +153,7 @@ def test_a_misspelt_variable_is_said_once_and_without_its_value(
 
 
 def test_a_maximum_age_of_zero_is_refused(tmp_path: Path) -> None:
-    """Every node would run the set-up at every start; or, as once, it would mean no limit."""
+    """Zero would run the set-up on every node at every start; it once meant no limit."""
     for text in ("0", "0s", "0d", "0.0h"):
         with pytest.raises(InvalidInputError, match="would let every node run the set-up"):
             parse_max_age(text)

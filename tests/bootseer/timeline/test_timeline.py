@@ -1,4 +1,4 @@
-"""Timelines: written as stages start and end, read back whole or torn, harmless when impossible."""
+"""Timelines are written at each start and end of a stage, and read whole or torn."""
 
 import json
 import os
@@ -151,7 +151,7 @@ print(timeline.is_written, other.is_written, timeline.path)
 
 
 def test_a_full_disk_costs_only_what_found_no_room(tmp_path: Path) -> None:
-    """Half a line was joined by the next one, which was lost as well, without a word."""
+    """Half a line was once joined by the next line, which was lost without a message."""
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path)],
         capture_output=True,
@@ -199,7 +199,7 @@ def test_the_file_is_private(tmp_path: Path) -> None:
 
 
 def test_a_hostile_line_costs_no_other(tmp_path: Path) -> None:
-    """A named fault: one line of brackets, or a number without end, ended every report."""
+    """A named fault: one line of brackets, or an endless number, ended every report."""
     stage = otlp.Stage("image", "0" * 32, "1" * 16, "", 5, 9, resource={"bootseer.rank": 0})
     good = otlp.encode_end(stage)
     lines = [

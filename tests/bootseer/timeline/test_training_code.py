@@ -1,4 +1,4 @@
-"""`import bootseer` in an environment of the training code's own, with no package of ours."""
+"""`import bootseer` in an environment of the training code's own, without our dependencies."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import pytest
 from bootseer.report.decoding import decode
 from testbed.paths import REPOSITORY
 
-# What a training program does, while whatever is imported must be of the standard library.
+# The calls of a training program; every import must be of the standard library.
 TRAIN = """
 import importlib.abc, sys
 
@@ -40,7 +40,7 @@ def test_stages_take_nothing_but_the_standard_library(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment into which this checkout was installed by `pip install --no-deps`."""
+    """Return a virtual environment with this checkout, installed by `pip install --no-deps`."""
     folder = tmp_path_factory.mktemp("bare")
     # Building writes beside what is built.
     copy = folder / "checkout"
@@ -62,7 +62,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_installed_without_dependencies_stages_are_written(bare: Path, tmp_path: Path) -> None:
-    """The job is started by a whole installation, and trains in an environment of its own."""
+    """A complete installation starts the job, which trains in an environment of its own."""
     run = [sys.executable, "-m", "bootseer", "--timeline-dir", str(tmp_path), "--job", "j", "run"]
     done = subprocess.run(
         [*run, "--", str(bare / "bin/python"), "-c", TRAIN],

@@ -1,4 +1,4 @@
-"""Executors of a store that does what a test tells it; none outlives its test."""
+"""Executors of a scripted store, which end with their test."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ def cache() -> Cache:
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """Opens at the end of the test, so that no blocked reader outlives it."""
+    """Yield an event that is set at the end of the test, so that no blocked reader outlives it."""
     event = threading.Event()
     yield event
     event.set()

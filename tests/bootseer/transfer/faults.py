@@ -1,4 +1,4 @@
-"""A store in memory whose reads can be told to be slow, to hang, to fail or to lie."""
+"""Store in memory whose reads can be scripted to be slow, hang, fail or return wrong bytes."""
 
 import hashlib
 import threading
@@ -13,13 +13,13 @@ from testbed.waiting import wait_for
 
 CHUNK_BYTES = 64
 COUNT = 64
-# What must happen happens long before, also on a machine that does much else.
+# Every expected event comes much sooner, also on a busy machine.
 LONG_S = 60.0
 FAST = Policy(base_s=0.001)
 CONTENT = b"".join(hashlib.sha512(bytes([n])).digest() for n in range(COUNT))
 
 Fault = Callable[[bytes], bytes]
-"""Gets the right bytes; returns what the reader returns, or raises, or blocks."""
+"""Called with the right bytes; returns the reader's result, raises, or blocks."""
 
 
 def chunk(number: int, *, verified: bool = True) -> Chunk:
@@ -33,7 +33,7 @@ def fetch(*numbers: int, priority: Priority = Priority.PREFETCH) -> Fetch:
 
 
 class FaultyReader:
-    """Scripted: `script` holds faults for the next reads; after that, all is well."""
+    """Reader whose next reads have the faults in `script`; later reads have none."""
 
     def __init__(self) -> None:
         self.script: deque[Fault] = deque()
@@ -62,7 +62,7 @@ class FaultyReader:
 
 
 class Cache:
-    """Where chunks are delivered; notes what came, in order, and refuses wrong bytes."""
+    """Cache that chunks are delivered to; keeps their order, and refuses wrong bytes."""
 
     def __init__(self) -> None:
         self.arrived: list[int] = []
@@ -95,7 +95,7 @@ def blocking(gate: threading.Event, entered: threading.Event | None = None) -> F
 
 
 def open_when_joined(fetcher: ChunkFetcher, gate: threading.Event) -> threading.Thread:
-    """Opens `gate` once a request waits for a chunk that another one is reading."""
+    """Start a thread that sets `gate` once a request waits for another request's chunk."""
 
     def wait() -> None:
         wait_for(lambda: fetcher.statistics().joined_count or gate.is_set(), interval_s=0.001)
@@ -107,7 +107,8 @@ def open_when_joined(fetcher: ChunkFetcher, gate: threading.Event) -> threading.
 
 
 def blocking_first(gate: threading.Event) -> Fault:
-    """Blocks the first read of each chunk, together with those that are read along."""
+    """Return a fault that blocks the first read of each chunk, with the chunks read in the same
+    row."""
     seen: set[int] = set()
 
     def fault(data: bytes) -> bytes:
@@ -122,7 +123,7 @@ def blocking_first(gate: threading.Event) -> Fault:
 
 
 def corrupt(data: bytes) -> bytes:
-    """Every chunk with one bit flipped."""
+    """Return the chunks with one bit of each flipped."""
     return bytes(byte ^ (n % CHUNK_BYTES == 0) for n, byte in enumerate(data))
 
 

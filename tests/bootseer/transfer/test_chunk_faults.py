@@ -1,4 +1,4 @@
-"""The fetcher against a store, and deliveries, that hang, fail and lie."""
+"""The fetcher against stores and deliveries that hang, fail or have wrong bytes."""
 
 import threading
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def test_demand_reads_alone_when_the_large_fetch_it_joined_fails(
     fetcher.demand(chunk(1), cache.deliver)
     batch.wait(LONG_S)
     opener.join()
-    # Alone at once; what was around it is read again in two pieces, without it.
+    # The chunk is read again alone at once; its neighbours in two pieces without it.
     size = faults.CHUNK_BYTES
     assert sorted(reader.reads[1:]) == [(0, size), (size, size), (2 * size, size)]
     assert sorted(cache.arrived) == [0, 1, 2]
@@ -106,7 +106,7 @@ def test_a_lasting_fault_is_reported_and_kills_nothing(
     batch = fetcher.submit([fetch(1, 2), fetch(3)], cache.deliver)
     with pytest.raises(error):
         batch.wait(LONG_S)
-    # The first failure was reported; who asks before the last one would share it.
+    # The first failure was reported; a request before the last failure would share it.
     wait_for(lambda: not batch.remaining_count, interval_s=0.001)
     assert cache.arrived == []
     reader.always = None

@@ -113,8 +113,7 @@ def test_every_request_ends_and_success_means_delivered(
 def test_stress_with_faults_and_cancellation(
     make: Callable[..., ChunkFetcher], reader: FaultyReader, gate: threading.Event
 ) -> None:
-    """Whatever fails or is cancelled: nobody hangs, nothing wrong arrives, nothing is read twice
-    at the same time."""
+    """No request hangs, gets wrong bytes, or reads a chunk that another one is reading."""
     chance = random.Random(7)
 
     def sometimes(data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The fetcher: what it reads first, what it reads once, what is cancelled, and its end."""
+"""The fetcher: order of reads, sharing of reads, cancellation, and its end."""
 
 import threading
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def test_fetches_of_one_priority_run_in_order_and_lower_numbers_first(
         batches.append(fetcher.submit([fetch(number, priority=Priority.FILL)], cache.deliver))
     for number in (3, 4):
         batches.append(fetcher.submit([fetch(number)], cache.deliver))
-    # Wanted sooner by somebody else: moves up, behind what is queued there.
+    # Another request at a higher priority moves it up, behind the requests queued there.
     batches.append(fetcher.submit([fetch(2)], cache.deliver))
     gate.set()
     for batch in batches:

@@ -1,4 +1,4 @@
-"""The fetch engine's rules, each by jobs that read from memory as a test tells them."""
+"""The rules of the fetch engine, with scripted jobs that read from memory."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ from tests.bootseer.transfer.faults import LONG_S
 
 DATA = bytes(range(256)) * 512
 Read = Callable[[int, int, memoryview, Attempt], int]
-"""`read(number of the try, start, buffer, attempt)`."""
+"""Function of a scripted read: `read(try_number, start, buffer, attempt)`."""
 
 
 def right(number: int, start: int, buffer: memoryview, attempt: Attempt) -> int:
@@ -27,7 +27,7 @@ def right(number: int, start: int, buffer: memoryview, attempt: Attempt) -> int:
 
 
 class Recorded(Job):
-    """A job that keeps a record of its tries."""
+    """Job that keeps a record of its tries."""
 
     def __init__(self, read: Read = right, place: str = "file") -> None:
         super().__init__(place, len(DATA), f"all of {place}")
@@ -35,7 +35,7 @@ class Recorded(Job):
         self.buffers: list[memoryview] = []
         self.landed: list[bytes] = []
         self.spare_count = 1
-        """How many times memory for a second try is refused, and then given once more."""
+        """Number of refusals of memory for a second try, before one is granted."""
         self._read = read
 
     def open(self, one: Try) -> ReadInto:
@@ -89,7 +89,7 @@ def test_a_damaged_answer_that_is_fast_does_not_beat_a_sound_one(make: Make) -> 
 
     def read(number: int, start: int, buffer: memoryview, attempt: Attempt) -> int:
         if number == 0:
-            # Late: the second try comes, is faster, and brings wrong bytes.
+            # Late: the second try starts, is faster, and brings wrong bytes.
             assert damaged.wait(LONG_S)
             return right(number, start, buffer, attempt)
         attempt.put(0, buffer, bytes(len(buffer)))
@@ -105,7 +105,7 @@ def test_a_damaged_answer_that_is_fast_does_not_beat_a_sound_one(make: Make) -> 
 
 
 def test_damage_and_outages_in_turn_end(make: Make) -> None:
-    """Each outage came after bytes, so that failures counted anew, and damage never added up."""
+    """Each outage followed some bytes, so failures counted anew, and damage was never summed up."""
 
     def read(number: int, start: int, buffer: memoryview, attempt: Attempt) -> int:
         if start == 0:
@@ -183,7 +183,7 @@ def test_a_job_fails_after_a_silence_and_tells_of_the_outage_before(make: Make) 
 
 
 def test_bytes_for_others_count_for_a_job_that_waits_for_its_turn(make: Make) -> None:
-    """On a thin line one read may take longer than the deadline, and the next one waits for it."""
+    """On a slow link one read may take longer than the deadline, and the next one waits for it."""
     release = threading.Event()
 
     def begin(number: int, start: int, buffer: memoryview, attempt: Attempt) -> int:
@@ -290,7 +290,7 @@ def test_a_place_with_a_queue_does_not_keep_another_one_idle(make: Make) -> None
 
 
 def test_threads_whose_place_others_took_end_when_their_read_returns(make: Make) -> None:
-    """After an outage no more reads are under way at once than before."""
+    """After an outage there are no more parallel reads than before."""
     release = threading.Event()
 
     def read(number: int, start: int, buffer: memoryview, attempt: Attempt) -> int:
@@ -312,7 +312,7 @@ def test_threads_whose_place_others_took_end_when_their_read_returns(make: Make)
 
 
 def test_credit_is_spent_by_second_tries_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there was nothing to make a second try with, the credit for it was gone."""
+    """Credit for a second try was once lost when there was no memory for it."""
     second = threading.Event()
     late: list[Attempt] = []
 
@@ -343,7 +343,7 @@ def test_credit_is_spent_by_second_tries_only(make: Make, monkeypatch: pytest.Mo
 
 def test_a_failed_job_keeps_no_memory_alive(make: Make) -> None:
     class Memory(bytearray):
-        """Memory whose end is seen."""
+        """Memory whose release can be observed."""
 
     freed = threading.Event()
 

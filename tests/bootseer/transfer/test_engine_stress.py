@@ -1,4 +1,4 @@
-"""An engine whose reads fail, hang and lie at random: each job ends once, with right bytes."""
+"""Jobs whose reads fail, hang or return wrong bytes at random end once, with right bytes."""
 
 import random
 import threading
@@ -17,7 +17,7 @@ STALL_S = 0.05
 
 
 class Flaky(Job):
-    """A job whose every step may go wrong."""
+    """Job whose every step may fail."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(f"place {seed % 3}", len(DATA), f"job {seed}")

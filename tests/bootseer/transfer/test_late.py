@@ -1,6 +1,8 @@
-"""Ranges that are late or break: asked for on another connection, behind the bytes that came.
+"""Ranges that are late or break off are requested again on another connection.
 
-The servers are real: HTTP on loopback, through the registry's client and as a store."""
+The second request begins behind the bytes that arrived. The servers are real: HTTP on loopback,
+through the registry's client and as a store.
+"""
 
 import os
 import random
@@ -55,7 +57,7 @@ def by_http(server: StarvingServer) -> tuple[Reader, Callable[[], None]]:
 
 
 def once(fault: AnswerFault, start: int) -> Choose:
-    """`fault` for the first answer that begins at `start`."""
+    """Return a chooser of `fault` for the first answer that begins at `start`."""
     met: list[int] = []
 
     def choose(number: int, at: int) -> AnswerFault | None:
@@ -92,7 +94,7 @@ def test_a_range_goes_on_behind_the_bytes_that_came(
         assert b"".join(found[start] for start in sorted(found)) == DATA
         again = [start for start, end in server.ranges if end == 6 * MIB and start > 4 * MIB]
     assert retries >= 1
-    # What came before the fault is not asked for again.
+    # The bytes before the fault are not requested again.
     assert again
     assert min(again) >= 4 * MIB + MIB // 2
     assert (4 * MIB, 6 * MIB) in server.ranges
@@ -100,7 +102,8 @@ def test_a_range_goes_on_behind_the_bytes_that_came(
 
 
 def test_bytes_that_were_resumed_are_verified_as_all_others() -> None:
-    """What came of a range was changed: the digest finds it, and all of it is asked for again."""
+    """If the bytes of a range were changed, the digest differs, and the whole range is requested
+    again."""
     wrong = bytearray(DATA[: 2 * MIB])
     wrong[100] ^= 1
     with StarvingServer(bytes(wrong), once(BREAK, 0)) as server:
@@ -113,8 +116,10 @@ def test_bytes_that_were_resumed_are_verified_as_all_others() -> None:
 
 
 def test_one_starved_range_does_not_hold_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One connection of several of a layer trickles, as in beta9#1876: the layer is here all the
-    same, and of that range only what had not come is asked for again."""
+    """One of a layer's connections trickles, as in beta9#1876; the layer still arrives at once.
+
+    Only the missing bytes of that range are requested again.
+    """
     monkeypatch.setattr(ranges, "PART_BYTES", 2 * MIB)
     monkeypatch.setattr(ranges, "FIRST_BYTES", 2 * MIB)
     monkeypatch.setattr(ranges, "LARGE_BYTES", 4 * MIB)
@@ -142,7 +147,7 @@ def test_a_layer_over_one_connection_goes_on_over_another(fault: AnswerFault) ->
 
 
 def test_a_late_read_that_ends_first_wins() -> None:
-    """The first attempt stays: where the second one is no faster, its bytes count."""
+    """The first attempt continues: where the second is no faster, the first one's bytes count."""
     second = threading.Event()
     release = threading.Event()
     reads: list[int] = []
@@ -203,7 +208,7 @@ def test_a_range_of_s3_goes_on_behind_the_bytes_that_came(
         backend = open_backend("s3://late")
         found: list[bytes] = []
         with ChunkFetcher(backend.read_into, policy=Policy(base_s=0.01)) as fetcher:
-            # Of this priority nothing is late: on a busy machine the client takes a second to load.
+            # Nothing of this priority is late: on a busy machine the client takes a second to load.
             whole = covering([chunk(0, 4 * MIB)], Priority.FILL)
             fetcher.submit([whole], lambda one, data: found.append(bytes(data))).wait()
         assert found == [DATA[: 4 * MIB]]

@@ -1,4 +1,4 @@
-"""The retry policy and the rate cap: pure, so tested for any input."""
+"""The retry policy and the rate cap are pure, so they are tested for any input."""
 
 import errno
 import statistics
@@ -118,7 +118,7 @@ FAILURES = {
 def model(
     attempts: int, deadline_s: float, events: list[tuple[str, float, float]]
 ) -> list[float | None]:
-    """What `Attempts.pause_s` answers to each failure, in plain steps."""
+    """Return the results of `Attempts.pause_s` for these failures, in plain steps."""
     now_s, begun_s, count, answers = 0.0, 0.0, 0, list[float | None]()
     for what, took_s, fraction in events:
         now_s += took_s
@@ -213,7 +213,7 @@ def test_late_is_four_times_slower_than_usual_or_silent(
 
 
 def test_credit_for_second_requests_does_not_pile_up() -> None:
-    """After a quiet hour a storage that gets slow as a whole is not asked twice for everything."""
+    """After an idle hour a storage that slows down as a whole does not get every request twice."""
     pace = Pace()
     for _ in range(10_000):
         pace.note(1 << 20, 0.1)

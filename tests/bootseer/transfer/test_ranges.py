@@ -1,4 +1,4 @@
-"""The planner against what it promises, for any input."""
+"""The planner's promises, for any input."""
 
 import itertools
 
@@ -41,7 +41,7 @@ def test_plan_keeps_its_promises(
         max_gap_bytes=max_gap_bytes,
         max_fetch_bytes=max_fetch_bytes,
     )
-    # Exactly what is wanted and not cached, each once.
+    # Exactly the chunks that are wanted and not cached, each once.
     planned = [chunk for fetch in fetches for chunk in fetch.chunks]
     assert sorted(planned, key=repr) == sorted(set(wanted) - cached, key=repr)
     for fetch in fetches:
@@ -65,7 +65,7 @@ def test_plan_keeps_its_promises(
     order = list(dict.fromkeys(wanted))
     ranks = [min(order.index(chunk) for chunk in fetch.chunks) for fetch in fetches]
     assert ranks == sorted(ranks)
-    # Nothing that could have been joined was left apart.
+    # No two fetches could have been one.
     for key in ("a", "b"):
         in_offset_order = sorted(
             (fetch for fetch in fetches if fetch.key == key),

@@ -1,4 +1,4 @@
-"""Eight nodes behind a thin line: all are served, however long that takes."""
+"""Eight nodes that share a slow link all succeed, however long it takes."""
 
 import random
 import time
@@ -19,7 +19,7 @@ DATA = random.Random(7).randbytes(2 * CHUNK_BYTES)
 
 
 def test_eight_nodes_that_demand_and_prefetch_over_a_thin_line_all_succeed() -> None:
-    """A demand failed at the deadline although its bytes came."""
+    """A demand once failed at its deadline although its bytes were arriving."""
     line, view = ThinLine(RATE), memoryview(DATA)
 
     def read(key: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:

@@ -1,4 +1,4 @@
-"""A line of a known rate that many readers share."""
+"""Link of a known rate that many readers share."""
 
 import threading
 import time
@@ -10,7 +10,10 @@ _PIECE_BYTES = 4096
 
 
 class ThinLine:
-    """Brings `bytes_per_s` to all readers together, a piece to each in turn. Thread-safe."""
+    """Link that brings `bytes_per_s` to all readers together, a piece to each in turn.
+
+    Thread-safe.
+    """
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -23,7 +26,7 @@ class ThinLine:
         while done < len(buffer):
             piece = data[done : done + _PIECE_BYTES]
             with self._lock:
-                # Behind the pieces of all others that were asked for before.
+                # Behind the pieces that other readers asked for before.
                 self._free_s += len(piece) / self._bytes_per_s
                 due_s = self._free_s
             pause(max(0.0, due_s - time.monotonic()))
