@@ -154,7 +154,7 @@ def test_a_collection_that_dies_at_any_step_leaves_nothing_broken(
 def test_records_are_read_several_at_a_time_and_objects_deleted_by_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One at a time, a store with thousands of objects took hours."""
+    """Otherwise a store with thousands of objects takes hours."""
     settings = settings_at(tmp_path)
     run_setups(settings, tmp_path / "env", "abcdefgh")
     together = threading.Barrier(4)

@@ -124,7 +124,7 @@ def test_a_name_that_is_never_found_is_left(scheme: str, monkeypatch: pytest.Mon
 
 
 def test_requests_at_once_need_one_thread_to_watch_them() -> None:
-    """One thread each would be a thousand threads on a node that starts a job."""
+    """Otherwise a node that starts a job has a thousand threads."""
     count = 16
     arrived = threading.Barrier(count + 1)
     go_on = threading.Event()

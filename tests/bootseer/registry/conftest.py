@@ -1,4 +1,4 @@
-"""One real registry for all tests here; each uses repositories of its own."""
+"""Real registry of all tests here; each test uses repositories of its own."""
 
 import secrets
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The backends and stores that the conformance suite runs on."""
+"""Backends and stores that the conformance suite runs on."""
 
 import json
 import secrets
@@ -30,7 +30,7 @@ ALL = (LOCAL, MEMORY, LIMITED, HDFS, OCI, *BUCKETS, AZURE)
 
 @pytest.fixture(scope="session")
 def moto() -> Iterator[dict[str, str]]:
-    """A server of moto, and the bucket of these tests."""
+    """Yield the options of a server of moto with the tests' bucket."""
     with s3_server() as environment:
         make_bucket(environment, "conformance")
         yield environment
@@ -38,20 +38,20 @@ def moto() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def azure() -> Iterator[dict[str, str]]:
-    """An emulator of Azure, and the container of these tests."""
+    """Yield the options of an emulator of Azure with the tests' container."""
     with azurite("conformance") as environment:
         yield environment
 
 
 @pytest.fixture(scope="session")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    """A real registry, whose repositories are each used by one test."""
+    """Yield a real registry; each of its repositories is used by one test."""
     with running_registry(tmp_path_factory.mktemp("registry")) as running:
         yield running
 
 
 def push_image(registry: Registry) -> str:
-    """A small image in a repository of its own; returns HOST/REPOSITORY@DIGEST."""
+    """Push a small image to a repository of its own; return HOST/REPOSITORY@DIGEST."""
     name = f"{registry.host}/store/r{secrets.token_hex(6)}"
     config = b"{}"
     with open_registry_client(parse_reference(name)) as client:
@@ -73,7 +73,7 @@ def push_image(registry: Registry) -> str:
 
 @pytest.fixture(params=ALL)
 def backend_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a folder that does not exist yet, on each kind of backend."""
+    """Yield the URL of a folder that does not exist yet, on each kind of backend."""
     unique = f"{tmp_path.name}-{secrets.token_hex(4)}"
     match request.param:
         case "memory":
@@ -100,7 +100,7 @@ def backend_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def backend(backend_url: str) -> Iterator[Backend]:
-    """A fresh backend of each kind."""
+    """Yield an empty backend of each kind."""
     opened = open_backend(backend_url)
     yield opened
     opened.close()
@@ -108,5 +108,5 @@ def backend(backend_url: str) -> Iterator[Backend]:
 
 @pytest.fixture
 def store(backend: Backend) -> Store:
-    """A fresh store on each kind of backend."""
+    """Return an empty store on each kind of backend."""
     return Store(backend)

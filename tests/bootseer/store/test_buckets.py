@@ -1,4 +1,4 @@
-"""Buckets, on moto and on Ceph's gateway: what the conformance suite does not ask of a store."""
+"""Buckets on moto and on Ceph's gateway, beyond the conformance suite."""
 
 import json
 import os
@@ -118,7 +118,7 @@ def test_a_folder_of_another_tool_is_one(backend: Backend, backend_url: str) -> 
 
 
 def test_names_that_no_path_can_have(moto: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever writes into the bucket chooses them: none leaves its folder, and each is named."""
+    """Every writer to the bucket chooses names: none leaves its folder, and each is reported."""
     for name, value in moto.items():
         monkeypatch.setenv(name, value)
     client = client_of(moto)
@@ -178,7 +178,7 @@ def test_a_large_object_that_is_there_already(backend: Backend) -> None:
 
 @on_buckets
 def test_a_forked_child_is_refused_at_once(backend: Backend, backend_url: str) -> None:
-    """It would wait for threads that stayed in its parent."""
+    """The child would wait for threads that exist only in its parent."""
     code = """
 import os, signal, sys
 from bootseer.errors import UnsupportedError
@@ -210,7 +210,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 @pytest.fixture
 def home(moto: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home without ~/.aws, in an environment without credentials."""
+    """Return a home without ~/.aws, in an environment without credentials."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -220,7 +220,7 @@ def home(moto: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def listed(url: str = "s3://conformance") -> str:
-    """What a look at a bucket comes to."""
+    """Return "there", or the text of the error of a look at the bucket."""
     try:
         open_backend(url).stat("")
     except BootseerError as error:
@@ -304,7 +304,7 @@ def test_a_secret_is_in_no_message(
 
 @pytest.fixture
 def relay(moto: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRelay]:
-    """A relay before moto; `s3://conformance/` leads to it."""
+    """Yield a relay in front of moto; `s3://conformance/` leads to it."""
     with FaultyRelay(moto["AWS_ENDPOINT_URL"].removeprefix("http://")) as running:
         for name, value in {**moto, "AWS_ENDPOINT_URL": f"http://{running.host}"}.items():
             monkeypatch.setenv(name, value)
@@ -347,7 +347,7 @@ def test_each_answer_says_what_to_do(
 
 
 def test_an_answer_that_was_lost_is_no_lost_race(relay: FaultyRelay) -> None:
-    """The object of the first attempt is there when the second one asks."""
+    """The second attempt finds the object that the first attempt made."""
     with open_store("s3://conformance/lost", deadline_s=60) as store:
         backend = store.backend
         put(backend, "warm", b"")
@@ -440,8 +440,10 @@ def test_fsspec_needs_no_other_package_for_a_bucket(moto: dict[str, str]) -> Non
 
 
 def test_fsspec_has_its_own_file_system_for_buckets(tmp_path: Path) -> None:
-    """Our entry points for the schemes of buckets change nothing where the package is installed,
-    and name it where it is not."""
+    """Our entry points do not replace fsspec's own packages for buckets.
+
+    Where such a package is not installed, the error names it.
+    """
     (tmp_path / "gcsfs.py").write_text("class GCSFileSystem: protocol = 'gs', 'gcs'")
     code = (
         f"import sys; sys.modules['s3fs'] = None; sys.path.insert(0, {str(tmp_path)!r})\n"

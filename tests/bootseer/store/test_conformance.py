@@ -1,4 +1,4 @@
-"""What every backend promises (`bootseer.store.backend`), checked on each real one."""
+"""Promises of every backend (`bootseer.store.backend`), checked on each real one."""
 
 import concurrent.futures
 import os
@@ -291,7 +291,7 @@ def test_only_one_of_many_renames_a_file_away(backend: Backend) -> None:
 
 
 def test_a_reader_sees_one_whole_version(backend: Backend) -> None:
-    """Replacing by rename while others read: never half, never mixed, never missing."""
+    """A rename while others read replaces a file at once: it is never half, mixed or missing."""
     if not backend.traits.one_step_rename:
         raise MissingError("this backend has no atomic rename")
     size = 300_000

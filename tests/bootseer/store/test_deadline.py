@@ -1,4 +1,4 @@
-"""Calls that end by a deadline, whatever the called code does."""
+"""Calls end by a deadline, also if the called code hangs."""
 
 import contextlib
 import math
@@ -98,7 +98,7 @@ def test_a_thread_that_cannot_be_started_is_an_error_and_no_more(
     assert caller.run(lambda _: 2, 60) == 2
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        # One that there is does.
+        # A folder that exists does.
         assert caller.run(lambda _: caller is not None, 60)
     caller.close()
 
@@ -119,7 +119,7 @@ def test_a_forked_child_has_helpers_of_its_own() -> None:
 
 
 def test_what_was_waited_in_vain_is_not_waited_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start has one budget, for all calls of all its stages."""
+    """A start has one budget for all calls of all its stages."""
     wait_budget = WaitBudget()
     monkeypatch.setattr("bootseer.store.deadline.WAIT_BUDGET", wait_budget)
     wait_budget.limit(1.5)
@@ -136,7 +136,7 @@ def test_what_was_waited_in_vain_is_not_waited_again(monkeypatch: pytest.MonkeyP
     with pytest.raises(UnavailableError, match="nobody"):
         caller.run(refuse, 60)
     assert wait_budget.left_s < 1.0
-    # What brings something uses up nothing, however long it takes.
+    # A call that succeeds uses up nothing, however long it takes.
     left_s = wait_budget.left_s
     assert caller.run(lambda _: pause(0.7), 60) is None
     assert wait_budget.left_s == left_s

@@ -1,6 +1,7 @@
-"""A folder on a network file system that hangs: every call ends by the deadline.
+"""Calls to a folder on a network file system that hangs end by the deadline.
 
-The file system is FUSE, which counts as a network: its server waits while a test says so."""
+The file system is FUSE, which counts as a network; its server waits when a test says so.
+"""
 
 import subprocess
 import sys
@@ -66,7 +67,7 @@ sys.stdin.readline()
 
 
 class HangingFileSystem(PassthroughFileSystem):
-    """Mirrors a folder, and answers nothing while `hangs` is set."""
+    """File system that mirrors a folder, and answers nothing while `hangs` is set."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, direct_io=True, ttl_s=0.0)
@@ -75,7 +76,7 @@ class HangingFileSystem(PassthroughFileSystem):
 
 
 def waiting(name: str) -> Callable[..., object]:
-    """The operation `name`, after waiting while its file system hangs."""
+    """Return the operation `name`, preceded by a wait while its file system hangs."""
     operation = getattr(PassthroughFileSystem, name)
 
     def wait(self: HangingFileSystem, *arguments: object) -> object:

@@ -1,4 +1,4 @@
-"""The rate limit: everything is counted, and nothing passes faster than it may."""
+"""The rate limit counts every byte, and lets none pass faster than it may."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def limited(tmp_path: Path, **options: object) -> str:
 
 
 class Clock:
-    """A clock that only this thread's sleeping moves, so that rates are exact on any machine."""
+    """Clock that only this thread's sleeps advance, so that rates are exact on any machine."""
 
     def __init__(self) -> None:
         self.now_ns = 10**12
@@ -113,7 +113,7 @@ def test_all_processes_share_the_rate_of_the_node(tmp_path: Path, clock: Clock) 
 
 
 def test_parallel_streams_wait_in_slices(tmp_path: Path, clock: Clock) -> None:
-    """A large transfer does not book the link for all of its bytes at once."""
+    """A large transfer does not reserve the link for all of its bytes at once."""
     meters = [
         Meter(NetworkLimits(node_bytes_per_s=1e6, account=str(tmp_path / "a"))) for _ in range(2)
     ]
@@ -132,7 +132,7 @@ def test_each_request_takes_the_latency(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_a_latency_ends_at_the_deadline(tmp_path: Path, clock: Clock) -> None:
-    """A store that is slower than the deadline is one that does not answer."""
+    """A store that is slower than the deadline counts as one that does not answer."""
     backend = open_backend(limited(tmp_path, latency_s=5), deadline_s=1.5)
     started_ns = clock.now_ns
     with pytest.raises(DeadlineError, match=r"within 1\.5 s"):

@@ -1,4 +1,4 @@
-"""Folders that are stores: a share that is not mounted is no new store."""
+"""Folders that are stores: a share that is not mounted does not become a new store."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_several_that_begin_a_store_at_once_all_publish(tmp_path: Path) -> None:
 def test_a_vanished_store_is_not_begun_anew(
     tmp_path: Path, has_mount_point: bool, published: bool
 ) -> None:
-    """A named bug: what was published while a share was not mounted lay below its mount point."""
+    """A named bug: objects published while a share was not mounted lay below its mount point."""
     said: list[str] = []
     with open_store(str(tmp_path / "store")) as store:
         store.publish("key", b"data")

@@ -1,4 +1,4 @@
-"""Numbers that are none, in URLs, arguments and options: refused before anything is done."""
+"""Invalid numbers in URLs, arguments and options are refused before any work."""
 
 import math
 from pathlib import Path
@@ -16,7 +16,7 @@ NO_TIMES = [math.nan, math.inf, -math.inf, -1.0, 0.0]
 
 @pytest.mark.parametrize("text", ["nan", "inf", "1e400", "-inf", "-1", "0", "x", ""])
 def test_a_deadline_in_a_url_that_never_comes(text: str) -> None:
-    """The first call ended in a ValueError or OverflowError."""
+    """The first call once ended in a ValueError or OverflowError."""
     for scheme in ("hdfs", "viewfs"):
         with pytest.raises(InvalidInputError, match=r"deadline_s|usable URL"):
             open_backend(f"{scheme}://127.0.0.1:1/x?deadline_s={text}")

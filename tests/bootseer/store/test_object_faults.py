@@ -1,7 +1,7 @@
-"""Stores in a bucket whose server is throttled, broken, slow or lacks the bucket: which error says
-what, and that every call ends by the deadline.
+"""Buckets whose server is throttled, broken or slow: its errors, and an end by the deadline.
 
-The server is moto's, behind a relay that does what a test tells it."""
+The server is moto's, behind a scripted relay.
+"""
 
 import re
 import threading
@@ -28,9 +28,9 @@ from tests.bootseer.store.using import put
 
 MIB = 2**20
 PATIENT_S = 240.0
-"""A deadline of what succeeds, however busy the machine is."""
+"""Deadline of calls that succeed, also on a busy machine."""
 SHORT_S = 1.0
-"""A deadline of what hangs."""
+"""Deadline of calls that hang."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def server() -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def relay(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRelay]:
-    """A relay before the server; URLs `s3://...` lead to it. The bucket `bucket` exists."""
+    """Yield a relay in front of the server; `s3://...` leads to it, and `bucket` exists."""
     with FaultyRelay(server["AWS_ENDPOINT_URL"].removeprefix("http://")) as running:
         for name, value in {**server, "AWS_ENDPOINT_URL": f"http://{running.host}"}.items():
             monkeypatch.setenv(name, value)
@@ -144,7 +144,7 @@ def test_a_bucket_that_is_missing_is_no_empty_store(relay: FaultyRelay) -> None:
 
 
 def asked(relay: FaultyRelay) -> list[str]:
-    """The methods of the requests since the last time."""
+    """Return the methods of the requests since the last call."""
     methods = [one.method for one in relay.seen]
     relay.seen.clear()
     return methods
@@ -201,7 +201,7 @@ def test_many_objects_are_deleted_by_one_request(relay: FaultyRelay, store: Stor
 
 
 def test_what_is_missing_is_told_by_one_request(relay: FaultyRelay, store: Store) -> None:
-    """A second one looked for a folder of that name, which is no object."""
+    """A second request once looked for a folder of that name."""
     assert not store.exists("key")
     # The first time, whether there is such a bucket.
     assert asked(relay) == ["HEAD", "GET"]
@@ -215,7 +215,7 @@ def test_what_is_missing_is_told_by_one_request(relay: FaultyRelay, store: Store
 def test_a_store_is_listed_by_one_request_for_a_thousand_objects(
     relay: FaultyRelay, store: Store
 ) -> None:
-    """A request for each folder, of which traces and bundles have one each."""
+    """Each folder once had its own request, and traces and bundles have one folder each."""
     keys = [f"{number % 3}/{number}/{name}" for number in range(12) for name in ("a", "b-", "b")]
     for key in (*keys, "x-", "x"):
         store.publish(key, b"x")

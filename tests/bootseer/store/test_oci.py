@@ -1,6 +1,6 @@
-"""What is particular to a store beside an image: lists, their writers, and registries that differ.
+"""Stores beside an image: lists, their writers, and registries that differ.
 
-The promises of every backend are checked by the other files here.
+The other files here check the promises of every backend.
 """
 
 import concurrent.futures
@@ -35,7 +35,7 @@ SUBJECT = {"mediaType": MANIFEST_TYPE, "digest": digest_of(b"image"), "size": 5}
 
 @pytest.fixture
 def image(registry: Registry) -> str:
-    """HOST/REPOSITORY@DIGEST."""
+    """Push an image; return HOST/REPOSITORY@DIGEST."""
     return push_image(registry)
 
 
@@ -183,8 +183,10 @@ def test_many_nodes_publish_at_once(image: str) -> None:
 
 
 def test_one_of_several_nodes_creates_a_key(image: str) -> None:
-    """At least one, and what is read is of one that did: more is not promised without the
-    referrers API."""
+    """At least one node creates the key, and readers get the bytes of one that did.
+
+    Without the referrers API no more is promised.
+    """
     stores = [beside(image) for _ in range(4)]
     try:
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -259,7 +261,7 @@ def test_a_tag_of_several_platforms_means_this_machines(image: str, client: Regi
 
 
 def test_a_lone_image_of_an_index_needs_no_platform(image: str, client: RegistryClient) -> None:
-    """As for sources of images, which choose by the same rule."""
+    """Sources of images have the same rule."""
     own = client.manifest(image_digest(image))
     entry = {"mediaType": MANIFEST_TYPE, "digest": own.digest, "size": len(own.data)}
     index = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [entry]}

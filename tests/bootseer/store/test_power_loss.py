@@ -1,8 +1,8 @@
-"""What a folder store has put is there after a loss of power: seen in the system calls it makes.
+"""Objects that a folder store has put survive a loss of power, by its system calls.
 
-A file whose bytes were not flushed may be empty or cut after a loss of power, and a name whose
-folder was not flushed may be the old one. Both are to be flushed before a publication returns, the
-file before its name appears.
+After a loss of power, a file without flushed bytes may be empty or cut, and a name in a folder that
+was not flushed may be the old one. A publication must flush both before it returns, the file before
+its name appears.
 """
 
 import os
@@ -49,7 +49,7 @@ _PROGRAMS = {
 
 
 class Disk:
-    """What a disk is sure to have of a traced program's files."""
+    """Files of a traced program as a disk surely has them."""
 
     def __init__(self) -> None:
         self.unflushed: set[str] = set()

@@ -1,4 +1,4 @@
-"""A store that a web server serves: replayed from there, never written, never led astray."""
+"""A store behind a web server is replayed from, never written, and never redirected elsewhere."""
 
 import base64
 import math
@@ -49,7 +49,7 @@ class _Files(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A store in a folder, with a few objects."""
+    """Return a store in a folder, with a few objects."""
     with open_store((tmp_path / "store").as_uri()) as store:
         for key in ("blobs/one", "names/a/b", *(f"odd/{name}" for name in ODD)):
             store.publish(key, key.encode() * 1000)
@@ -120,7 +120,7 @@ def test_ranges_of_a_server_that_knows_them() -> None:
 
 
 class Answers(QuietHandler):
-    """Answers as `statuses` say, and notes what it is sent."""
+    """Handler that answers with `statuses` in turn, and keeps the requests."""
 
     replies: list[tuple[int, bytes, dict[str, str]]]
     seen: list[dict[str, str]]
@@ -135,8 +135,10 @@ class Answers(QuietHandler):
 
 @pytest.fixture
 def answering() -> Iterator[Callable[..., tuple[str, list[dict[str, str]]]]]:
-    """Starts a server that gives these answers in turn, the last for ever; its host, and what the
-    requests to it have for headers."""
+    """Yield a function that starts a server with these answers in turn, repeating the last.
+
+    The function returns the server's host, and the list of its requests' headers.
+    """
     servers = []
 
     def start(*replies: tuple[int, bytes, dict[str, str]]) -> tuple[str, list[dict[str, str]]]:
@@ -262,7 +264,7 @@ def test_a_server_that_hangs_or_drips_is_left(
 
 @pytest.mark.parametrize("url", ["http://{}/s", "oci://{}/a/b@sha256:" + "0" * 64])
 def test_a_start_waits_for_a_store_that_hangs_only_once(url: str) -> None:
-    """All waits in vain together are bounded, as `bootseer run` does for its stages."""
+    """The sum of all waits in vain is bounded, as in the stages of `bootseer run`."""
     came: list[int] = []
 
     def count_and_hang(connection: socket.socket, over: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""How the tests of stores use them."""
+"""Calls that the tests of stores share."""
 
 import concurrent.futures
 import threading
@@ -14,7 +14,7 @@ def put(backend: Backend, path: str, data: bytes, *, overwrite: bool = False) ->
 
 
 def race(count: int, function: Callable[[int], bool]) -> int:
-    """How many of `count` threads that start at once get True."""
+    """Return how many of `count` threads that start at once get True."""
     barrier = threading.Barrier(count)
 
     def run(index: int) -> bool:

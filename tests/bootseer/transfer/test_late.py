@@ -116,7 +116,7 @@ def test_bytes_that_were_resumed_are_verified_as_all_others() -> None:
 
 
 def test_one_starved_range_does_not_hold_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of a layer's connections trickles, as in beta9#1876; the layer still arrives at once.
+    """A layer arrives at once although one of its connections trickles, as in beta9#1876.
 
     Only the missing bytes of that range are requested again.
     """

@@ -1,4 +1,4 @@
-"""A NameNode that answers as a test says, and an hdfs-native that does."""
+"""Scripted NameNode, and a scripted replacement of hdfs-native."""
 
 import contextlib
 import socket
@@ -15,26 +15,26 @@ from testbed.servers.answering import talking
 from tests.bootseer.store.hdfs import protobuf as pb
 
 OPEN = pb.blob(1, pb.number(11, 2**27))
-"""GetFileInfoResponseProto of a folder: calls are taken."""
+"""GetFileInfoResponseProto of a folder: the NameNode takes calls."""
 
 
 class Call(Struct, frozen=True):
-    """What a NameNode was asked."""
+    """Call that a NameNode received."""
 
     method: str
     request: bytes
     client: bytes
-    """Who asks; the same when a call is repeated."""
+    """Client's identity; a repeated call has the same one."""
     retry_count: int
     user: str
 
 
 class RaisedError(Exception):
-    """What a NameNode answers instead of a response: a class of Java, and a message."""
+    """Answer of a NameNode in place of a response: a Java class and a message."""
 
 
 class ClosedError(Exception):
-    """The NameNode closes the connection."""
+    """Answer of a NameNode that closes the connection."""
 
 
 def _frame(connection: socket.socket) -> list[bytes]:
@@ -55,9 +55,11 @@ def _text(value: Any) -> str:
 
 @contextlib.contextmanager
 def scripted(answer: Callable[[Call], bytes], up: threading.Event | None = None) -> Iterator[str]:
-    """The address of a NameNode, as HOST:PORT; `answer` returns the response to each call, or
-    raises RaisedError or ClosedError. To the question whether it takes calls it says yes by itself.
-    Connections are closed as long as it is not `up`."""
+    """Yield the address of a NameNode, as HOST:PORT; connections are closed while it is not `up`.
+
+    `answer` returns the response to each call, or raises RaisedError or ClosedError. The question
+    whether the NameNode takes calls is answered without it.
+    """
 
     def talk(connection: socket.socket, over: threading.Event) -> None:
         # Some only try whether they can connect.
@@ -96,7 +98,7 @@ def scripted(answer: Callable[[Call], bytes], up: threading.Event | None = None)
 
 
 class NativeFile:
-    """What the library returns for a file that is open for reading."""
+    """Replacement of the library's file that is open for reading."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -109,7 +111,7 @@ class NativeFile:
 
 
 class NativeClient:
-    """What tests replace of hdfs-native's client."""
+    """Methods of hdfs-native's client that tests replace."""
 
     @property
     def inner(self) -> Any:
@@ -126,7 +128,7 @@ class NativeClient:
 def replaced_library(
     monkeypatch: pytest.MonkeyPatch, client: NativeClient, options: str = ""
 ) -> Iterator[str]:
-    """The URL of an HDFS whose NameNode takes our calls; all else `client` does for hdfs-native."""
+    """Yield the URL of an HDFS whose NameNode takes our calls; `client` replaces hdfs-native's."""
     monkeypatch.setattr("hdfs_native.Client", lambda url, config: client)
 
     def fail(call: Call) -> bytes:

@@ -1,4 +1,4 @@
-"""Protocol buffers by hand: tests have the numbers of fields from Hadoop, and not from us."""
+"""Protocol buffers written by hand, with the field numbers of Hadoop's definitions."""
 
 from collections import defaultdict
 
@@ -6,22 +6,22 @@ from bootseer.base.varints import varint
 
 
 def number(field: int, value: int) -> bytes:
-    """A field that holds an unsigned number."""
+    """Return a field that holds an unsigned number."""
     return varint(field << 3) + varint(value)
 
 
 def blob(field: int, data: bytes) -> bytes:
-    """A field that holds bytes, or a message."""
+    """Return a field that holds bytes, or a message."""
     return varint(field << 3 | 2) + varint(len(data)) + data
 
 
 def text(field: int, text: str) -> bytes:
-    """A field that holds a string."""
+    """Return a field that holds a string."""
     return blob(field, text.encode())
 
 
 def fields(message: bytes) -> dict[int, list[int | bytes]]:
-    """The values of a right message's fields, by number."""
+    """Return the values of a well-formed message's fields, by number."""
     found: defaultdict[int, list[int | bytes]] = defaultdict(list)
     position = 0
 

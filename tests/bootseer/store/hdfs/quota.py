@@ -10,7 +10,7 @@ _DONT_SET = 2**63 - 1
 
 
 def set_space_quota(url: str, quota_bytes: int) -> None:
-    """Let all replicas of what is below the folder at `url` take so much."""
+    """Limit the size of all replicas below the folder at `url`."""
     parts = urlsplit(url)
     request = pb.text(1, parts.path) + pb.number(2, _DONT_SET) + pb.number(3, quota_bytes)
     NameNodes(f"hdfs://{parts.netloc}", 20.0).answer("setQuota", request, CallWait.USUAL)

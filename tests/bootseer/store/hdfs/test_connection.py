@@ -1,4 +1,4 @@
-"""Whose failure it is when a call to HDFS does not return."""
+"""Calls to HDFS that do not return: which part of the cluster the error names."""
 
 import contextlib
 import signal
@@ -15,15 +15,15 @@ from tests.bootseer.store.hdfs.name_nodes import NativeClient, NativeFile, repla
 
 
 class _StopError(BaseException):
-    """What a signal handler raises."""
+    """Exception of a signal handler."""
 
 
 class _PanicError(BaseException):
-    """What hdfs-native raises when Rust panics."""
+    """Exception of hdfs-native for a panic in Rust."""
 
 
 class _Doing(NativeClient):
-    """A library that does the same whatever it is asked for."""
+    """Library whose every method does the same."""
 
     def __init__(self, action: Callable[[], Any]) -> None:
         self._action = action
@@ -74,7 +74,7 @@ def test_a_panic_is_a_failure_of_the_server(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_call_without_an_answer_names_what_was_asked(
     listens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And tells a NameNode that hangs from one that is gone, which may be back soon."""
+    """The error also tells a NameNode that hangs from one that is gone, which may soon return."""
     release = threading.Event()
     told = "no answer" if listens else "within .* no NameNode took a connection"
     kind = DeadlineError if listens else UnavailableError
@@ -96,8 +96,10 @@ def test_a_call_without_an_answer_names_what_was_asked(
 def test_a_block_that_nobody_is_known_to_have_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Seen after a failover to a NameNode that had just been started; where it lasts, the replicas
-    are lost, and nobody waits a minute to hear it."""
+    """A NameNode that was just started may not know the replicas yet.
+
+    If it still does not, the replicas are lost, and the error comes within a minute.
+    """
     missing_count, asked = 2, []
 
     def read() -> bytes:

@@ -1,4 +1,4 @@
-"""Reads directly from DataNodes: the bytes are right, or somebody else is left to read them."""
+"""Reads directly from DataNodes bring the right bytes, or are left to hdfs-native."""
 
 import contextlib
 import random
@@ -25,7 +25,7 @@ CONTENT = random.Random(5).randbytes(3 * BLOCK + 777)
 
 
 class Watched(Attempt):
-    """Notes where hdfs-native's bytes go."""
+    """Reader that records where hdfs-native's bytes go."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_what_a_datanode_has_brought_is_not_read_once_more(stored: HdfsBackend) 
 
 @pytest.mark.hdfs
 def test_a_file_that_is_gone_when_its_datanode_fails_is_not_found(stored: HdfsBackend) -> None:
-    """What lies elsewhere is known from the start; the library is asked only now."""
+    """The places of blocks are known from the start; the library is asked only on a failure."""
     with contextlib.closing(HdfsBackend(stored.url)) as backend:
         with backend.create("gone") as writer:
             writer.write(CONTENT[:BLOCK])
@@ -246,7 +246,7 @@ def test_a_byte_now_and_then_is_silence() -> None:
 def test_a_datanode_that_is_left_is_named_in_the_log_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Half of the speed was lost for a minute, and nothing said why."""
+    """A read at half the speed for a minute once had no log line."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()[:2]
     # Nobody listens there any more.

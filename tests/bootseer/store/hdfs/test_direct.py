@@ -1,4 +1,4 @@
-"""Files written directly to DataNodes: whole for every reader, or left to somebody else."""
+"""Files written directly to DataNodes are whole for every reader, or left to hdfs-native."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ def backend(hdfs_url: str) -> Iterator[HdfsBackend]:
 
 
 def _begin(backend: HdfsBackend, path: str) -> Writer:
-    """A file of which nothing was written; directly, if the cluster allows."""
+    """Return the writer of a new file; a direct one, if the cluster allows."""
     writer = backend.create(path)
     writer.expect_checksums()
     assert writer.place(())
@@ -68,7 +68,7 @@ def test_what_is_written_is_whole_for_a_reader_that_checks_it(
         writer.keep_alive()
         writer.write(b"end")
         assert writer.held_bytes
-    # By hdfs-native, which looks at the checksums that HDFS has of it.
+    # Read by hdfs-native, which verifies HDFS's checksums of the file.
     assert backend.read("f") == CONTENT + b"end"
     assert backend.read("f", 2 * BLOCK + 5, 10) == CONTENT[2 * BLOCK + 5 : 2 * BLOCK + 15]
     assert len(backend.open_reader("f", is_checked=True).blocks) == 4
@@ -78,7 +78,7 @@ def test_what_is_written_is_whole_for_a_reader_that_checks_it(
 def _divert(
     monkeypatch: pytest.MonkeyPatch, address: Callable[[tuple[str, int]], tuple[str, int]]
 ) -> None:
-    """Let direct writes go to the `address` that is returned for a DataNode's."""
+    """Send direct writes to the `address` that is returned for a DataNode's."""
     place = Placer.place
 
     def elsewhere(*arguments: object) -> PlacedBlock | None:
@@ -135,7 +135,7 @@ def test_what_was_confirmed_before_a_failure_can_be_read(
 def test_a_small_file_has_the_checksums_of_any_other(
     backend: HdfsBackend, hdfs_url: str, size: int
 ) -> None:
-    """Copies are compared by them (distcp)."""
+    """distcp compares copies by their checksums."""
     put(backend, "small", CONTENT[:size])
     options = hdfs_native.WriteOptions(block_size=BLOCK, replication=2)
     path = urlsplit(hdfs_url).path + "/other"
@@ -146,7 +146,8 @@ def test_a_small_file_has_the_checksums_of_any_other(
 
 
 def _checksum(backend: HdfsBackend, path: str) -> object:
-    """Of all checksums of its block, and their kind, as the DataNode tells who compares copies."""
+    """Return the checksum of all the block's checksums, and their kind, as the DataNode computes
+    it."""
     (block,) = backend.open_reader(path, is_checked=True).blocks
     message = pb.blob(1, pb.blob(1, block.block.SerializeToString()) + pb.blob(2, block.token))
     with socket.create_connection(block.replicas[0].address, 10) as datanode:
@@ -180,7 +181,7 @@ def test_an_empty_file(backend: HdfsBackend) -> None:
 
 @pytest.mark.needs("mount")
 def test_a_user_without_a_name_writes_under_the_number(hdfs_url: str) -> None:
-    """As in a pod, whose image knows no such user."""
+    """The image of a pod may not have its user."""
     code = (
         "import sys; from bootseer.store import open_backend\n"
         "with open_backend(sys.argv[1]).create('f') as writer: writer.write(b'mine')"
@@ -220,6 +221,6 @@ def test_an_object_that_is_kept_open_is_read_without_the_namenode(
             assert read(2 << 20, 1 << 20) == data[2 << 20 :]
         finally:
             hdfs.start_namenode()
-        # Who doubts the bytes has HDFS check them.
+        # A reader that doubts the bytes lets HDFS verify them.
         assert read(5, 100, is_second=True) == data[5:105]
         assert read(7, 100) == data[7:107]

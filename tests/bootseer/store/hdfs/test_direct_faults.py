@@ -1,4 +1,4 @@
-"""A DataNode that does not take a block as it should: an error that another way is tried after."""
+"""DataNodes that fail while a block is written: an error, after which another way is tried."""
 
 import contextlib
 import socket
@@ -20,7 +20,7 @@ _LOCATED = MESSAGES["LocatedBlock"](
     corrupt=False,
     blockToken=b"",
 )
-# To be told that the file is complete.
+# The reply to the call that completes the file.
 _NOBODY = NameNodes("hdfs://127.0.0.1:1", 0.1)
 _TAKEN = b"\x02\x08\x00"
 _CONFIRMED = b"\x04\x08\x00\x10\x00"
@@ -28,7 +28,7 @@ _CONFIRMED = b"\x04\x08\x00\x10\x00"
 
 @contextlib.contextmanager
 def _datanode(answer: bytes, *, hangs: bool) -> Iterator[tuple[str, int]]:
-    """The address of one that says `answer`, then takes what comes, or says no more."""
+    """Yield the address of a server that sends `answer`, and then ends or hangs."""
     gone = threading.Event()
 
     def reply(connection: socket.socket) -> None:
@@ -78,7 +78,7 @@ def test_a_block_that_is_not_confirmed_is_no_file(answer: bytes, hangs: bool) ->
     ids=["heartbeats", "a message that does not end"],
 )
 def test_a_datanode_that_talks_without_end_is_left(begin: bytes, forever: bytes) -> None:
-    """What it says confirms nothing: that is silence."""
+    """Messages that confirm nothing count as silence."""
     sent = 0
 
     def reply(connection: socket.socket) -> None:
@@ -97,7 +97,7 @@ def test_a_datanode_that_talks_without_end_is_left(begin: bytes, forever: bytes)
 
 
 def test_an_answer_of_the_name_node_has_one_deadline() -> None:
-    """Also where a byte comes now and then."""
+    """The deadline also ends an answer that trickles."""
     sent = 0
 
     def trickle(connection: socket.socket) -> None:

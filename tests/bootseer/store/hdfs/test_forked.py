@@ -1,4 +1,4 @@
-"""Children that are forked from a process which has used an HDFS."""
+"""Forked children of a process that has used an HDFS."""
 
 import os
 import subprocess
@@ -29,7 +29,8 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 @pytest.mark.hdfs
 def test_garbage_of_the_parent_holds_no_child(hdfs_url: str) -> None:
-    """A runtime of hdfs-native that a child frees waits for threads that stayed in the parent."""
+    """A runtime of hdfs-native that a child frees waits for threads that exist only in the
+    parent."""
     done = subprocess.run(
         [sys.executable, "-c", _GARBAGE, hdfs_url], env=os.environ, timeout=120, check=False
     )
@@ -53,7 +54,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def test_a_child_asks_by_itself_what_its_parent_is_asking() -> None:
-    """It waited for ever for a lock that a thread of its parent held while it was forked."""
+    """The child once waited for ever for a lock that a thread of its parent held at the fork."""
     done = subprocess.run([sys.executable, "-c", _ASKING], timeout=120, check=False)
     assert done.returncode == 0
 
@@ -87,7 +88,7 @@ sys.exit(code)
 
 @pytest.mark.hdfs
 def test_a_child_reads_on_from_a_file_that_is_kept_open(hdfs_url: str) -> None:
-    """It waited for ever for threads of hdfs-native that stayed in the parent."""
+    """The child once waited for ever for threads of hdfs-native that exist only in the parent."""
     done = subprocess.run(
         [sys.executable, "-c", _KEPT_OPEN, hdfs_url], env=os.environ, timeout=120, check=False
     )

@@ -1,6 +1,6 @@
-"""An HDFS that wants Kerberos, encrypts everything and guards its blocks: a real one, and its KDC.
+"""A real HDFS with Kerberos, encryption and block tokens, and its KDC.
 
-What goes wrong there ends at once, with one sentence that says what to do.
+Each failure ends at once, with one sentence that says what to do.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureHdfs]:
 
 @pytest.fixture
 def cache(secure: SecureHdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this process looks for tickets; there is none yet."""
+    """Return the path at which this process looks for tickets; there is no file yet."""
     path = tmp_path / "tickets"
     for name, value in secure.environment(path).items():
         monkeypatch.setenv(name, value)
@@ -56,7 +56,7 @@ def url(secure: SecureHdfs, tmp_path: Path) -> str:
 
 
 def failure(url: str) -> BootseerError:
-    """What looking at a folder ends with, before the deadline."""
+    """Return the error of a look at a folder; it must come before the deadline."""
     backend = HdfsBackend(url, deadline_s=60)
     try:
         with pytest.raises(BootseerError) as raised:
@@ -146,7 +146,7 @@ def test_without_a_ticket(cache: Path, url: str) -> None:
 def test_a_keytab_is_enough(
     secure: SecureHdfs, cache: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library itself then gets tickets, and new ones when they expire."""
+    """The Kerberos library gets tickets by the keytab, and new ones when they expire."""
     monkeypatch.setenv("KRB5_CLIENT_KTNAME", str(secure.keytab))
     get_ticket_that_expires(secure, cache)
     with Store(HdfsBackend(url)) as store:
@@ -154,7 +154,7 @@ def test_a_keytab_is_enough(
 
 
 def test_a_ticket_that_expires_meanwhile(secure: SecureHdfs, cache: Path, url: str) -> None:
-    """A connection outlives it; for the next one a new ticket in the same cache is enough."""
+    """A connection outlives its ticket; the next connection uses a new one in the same cache."""
     secure.kinit(cache)
     with Store(HdfsBackend(url)) as store:
         assert store.publish("name", b"1")
@@ -187,7 +187,7 @@ def test_no_kdc(secure: SecureHdfs, cache: Path, url: str, monkeypatch: pytest.M
 def test_without_a_configuration_the_reason_is_said(
     cache: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """hdfs-native asked again and again for a minute, and never said why."""
+    """hdfs-native retried for a minute, and never reported the reason."""
     monkeypatch.delenv("HADOOP_CONF_DIR")
     error = failure(url)
     assert isinstance(error, PermissionDeniedError)
@@ -197,7 +197,7 @@ def test_without_a_configuration_the_reason_is_said(
 def test_without_the_kerberos_library_the_reason_is_said(
     cache: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As above."""
+    """hdfs-native retried for a minute here, too."""
     monkeypatch.setattr(native, "KERBEROS_LIBRARY", "libgssapi-of-nobody.so.2")
     error = failure(url)
     assert isinstance(error, UnsupportedError)
@@ -205,7 +205,7 @@ def test_without_the_kerberos_library_the_reason_is_said(
 
 
 def test_a_server_that_refuses_the_ticket() -> None:
-    """Its key was changed; as hdfs-native tells it."""
+    """The server's key was changed; the error quotes hdfs-native."""
     error = RuntimeError(
         'FatalRPCError("javax.security.sasl.SaslException", "GSS initiate failed")'
     )
@@ -217,7 +217,7 @@ def test_a_server_that_refuses_the_ticket() -> None:
 def test_a_file_that_stays_open_is_opened_again(
     secure: SecureHdfs, cache: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens of its blocks expire after some hours, and hdfs-native then panicked."""
+    """Block tokens expire after some hours, and hdfs-native then panicked."""
     secure.kinit(cache)
     monkeypatch.setattr(reading, "OPENED_S", 0.0)
     backend = HdfsBackend(url)

@@ -1,4 +1,4 @@
-"""Calls to NameNodes: what is asked, what is taken for an answer, and who is asked again."""
+"""Calls to NameNodes: requests, accepted answers, and which NameNode is asked next."""
 
 import math
 import socket
@@ -22,7 +22,7 @@ _BLOCK = pb.text(1, "pool") + pb.number(2, 7) + pb.number(3, 1001) + pb.number(4
 
 def _server(uuid: str, rack: str = "/rack") -> bytes:
     identity = pb.text(1, "10.0.0.1") + pb.text(2, "host") + pb.text(3, uuid) + pb.number(4, 9866)
-    # Its capacity, and a field that no version of ours knows.
+    # The file system's capacity, and a field that no version of ours knows.
     return pb.blob(1, identity) + pb.number(2, 2**40) + pb.text(8, rack) + pb.text(900, "more")
 
 
@@ -38,7 +38,7 @@ def _locations(*blocks: bytes, is_open: bool = False, more: bytes = b"") -> byte
 
 
 class _Script:
-    """What is answered, in order; the calls that came."""
+    """Answers in order, and the calls that arrived."""
 
     def __init__(self, *answers: bytes | Exception) -> None:
         self.calls: list[Call] = []
@@ -67,7 +67,7 @@ def test_a_call_says_who_asks_and_for_what(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_call_whose_answer_was_lost_is_repeated_under_the_same_identity() -> None:
-    """The NameNode's retry cache makes it happen once."""
+    """The NameNode's retry cache then carries the call out once."""
     script = _Script(ClosedError(), ClosedError(), b"", b"")
     with scripted(script) as address:
         nodes = _nodes(address)
@@ -149,7 +149,7 @@ def test_a_frame_that_cannot_be_understood_is_a_broken_connection(frame: bytes) 
 
 
 def test_an_answer_of_the_largest_size_takes_little_memory() -> None:
-    """Each of its blocks is of two bytes, and lacks all that a block has."""
+    """Each block in the answer has two bytes, and none of a block's fields."""
     answer = pb.blob(1, pb.blob(2, b"") * 500_000 + pb.number(3, 0))
     frame = delimited(pb.number(2, 0)) + delimited(answer)
     assert len(frame) < 2**20
@@ -176,7 +176,7 @@ def test_a_longer_answer_is_not_waited_for() -> None:
 def test_a_namenode_that_did_not_answer_is_asked_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who opened a store in an outage never again wrote directly, or joined files."""
+    """A store that was opened in an outage never again wrote directly, or joined files."""
     up = threading.Event()
     with scripted(_Script(), up) as address:
         found = NameNodes(f"hdfs://{address}", 0.2)
@@ -192,7 +192,7 @@ def test_a_namenode_that_did_not_answer_is_asked_again_later(
 
 
 def test_calls_end_with_the_patience_of_a_start() -> None:
-    """Each object of a store whose NameNode was silent cost a start a deadline of its own."""
+    """With a silent NameNode, each object of a store cost a start a deadline of its own."""
     came: list[socket.socket] = []
 
     def hang(connection: socket.socket, over: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""Where parts are placed: evenly, whatever the storage draws, and never on fewer replicas."""
+"""Parts of a file are spread evenly over the DataNodes, and never have fewer replicas."""
 
 import random
 import threading
@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 class Drawing:
-    """A storage of so many servers that draws among those it may."""
+    """Storage that draws servers at random among the allowed ones."""
 
     def __init__(self, server_count: int, replica_count: int, seed: int) -> None:
         self.servers = [f"s{number}" for number in range(server_count)]
@@ -61,7 +61,7 @@ def _always(servers: tuple[str, ...], avoid: Collection[str]) -> tuple[str, ...]
 
 @pytest.mark.parametrize("server_count", [7, 8, 12])
 def test_parts_with_two_replicas_are_joined_to_a_ring(server_count: int) -> None:
-    """Two that lay on the same two DataNodes were both read from one where the other was slow."""
+    """Two parts on the same two DataNodes were once both read from one, as the other was slow."""
     drawing, placement = Drawing(server_count, 2, 5), ServerChooser()
     for pair in zip(drawing.servers, drawing.servers[1:], strict=False):
         placement.release(placement.choose(partial(_always, pair)))
@@ -85,7 +85,7 @@ def test_parts_that_have_ended_count_no_more() -> None:
 
 
 def test_a_server_that_takes_no_part_is_not_chosen_again() -> None:
-    """It is dead and has no open parts, so that all others would be placed on it."""
+    """A dead server has no open parts, so that all others would be placed on it."""
     drawing, placement = Drawing(3, 1, 1), ServerChooser()
     dead = placement.choose(drawing.place)
     others = [(server,) for server in drawing.servers if (server,) != dead]
@@ -96,8 +96,10 @@ def test_a_server_that_takes_no_part_is_not_chosen_again() -> None:
 
 
 def test_a_slow_storage_places_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy node eight placements took longer than one may: the last ones were left to chance,
-    two of eight DataNodes had none of the file, and two had twice their share."""
+    """On a busy node eight placements took longer than allowed, and the last were left to chance.
+
+    Two of eight DataNodes then had no part of the file, and two had twice their share.
+    """
     monkeypatch.setattr("bootseer.store.hdfs.placement.TURN_MAX_S", 4.0)
     drawing, placement = Drawing(8, 1, 0), ServerChooser()
 
@@ -136,7 +138,7 @@ def test_a_storage_that_says_nothing() -> None:
 
 
 class _Refusing(NativeClient):
-    """A NameNode that creates files, and DataNodes that take nothing."""
+    """NameNode that creates files, with DataNodes that refuse all data."""
 
     def __init__(self) -> None:
         self.created_count = 0
@@ -160,7 +162,7 @@ class _Refusing(NativeClient):
 
 
 def test_a_file_of_a_group_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever writes a part begins another one, up to four times: 48 attempts were made in all."""
+    """A part that fails is begun anew up to four times, which once made 48 attempts in all."""
     client = _Refusing()
     with replaced_library(monkeypatch, client) as url:
         writer = open_backend(url).group().create("f")
@@ -200,5 +202,5 @@ def test_hdfs_lets_its_servers_be_chosen(hdfs: MiniHdfs, hdfs_url: str) -> None:
         assert writer.place(first) is None
         writer.write(b"y" * 100_000)
         assert len(writer.servers()) == 2
-    # Nobody to place for: it is closed.
+    # The group is closed, so there is nothing to place.
     assert writers[5].place(()) == ()

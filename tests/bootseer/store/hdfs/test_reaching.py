@@ -1,4 +1,4 @@
-"""A wrong address of an HDFS: one sentence says which and why, and nobody waits a minute for it."""
+"""Wrong addresses of an HDFS: the error says at once which one and why."""
 
 import http.server
 import socket
@@ -41,7 +41,7 @@ def test_a_port_where_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_host_that_is_unknown() -> None:
-    """`.invalid` is no name (RFC 2606); without a resolver it is not known either."""
+    """`.invalid` never resolves (RFC 2606), also without a resolver."""
     message = _failure("hdfs://namenode.invalid/x?deadline_s=2")
     assert "no NameNode can be reached (namenode.invalid:8020: " in message
     assert "HADOOP_CONF_DIR names the folder of hdfs-site.xml" in message
@@ -61,7 +61,7 @@ def test_all_namenodes_of_a_nameservice_are_tried(
 
 @pytest.fixture
 def web_page() -> Iterator[int]:
-    """The port of an HTTP server."""
+    """Yield the port of an HTTP server."""
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

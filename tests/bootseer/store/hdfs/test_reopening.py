@@ -14,7 +14,7 @@ from tests.bootseer.store.hdfs.name_nodes import NativeClient, NativeFile, repla
 
 
 class _Client(NativeClient):
-    """A NameNode that is silent when a file is opened for the second time."""
+    """NameNode that is silent when a file is opened for the second time."""
 
     def __init__(self) -> None:
         self.opened_count = 0
@@ -35,7 +35,7 @@ class _Client(NativeClient):
 
 
 def test_who_opens_a_file_again_holds_up_no_other_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once an hour all readers of a file waited for a NameNode, up to the deadline."""
+    """Once an hour, all readers of a file waited for a NameNode, up to the deadline."""
     client = _Client()
     # The file is due at once, and not again.
     monkeypatch.setattr(reading, "OPENED_S", 0.0)

@@ -1,4 +1,4 @@
-"""Which DataNode is read from: each as much as it can give, and none that is away."""
+"""Choice of the DataNode to read from: by speed, and none that is down."""
 
 from bootseer.store.hdfs.namenode import Address, Replica
 from bootseer.store.hdfs.reading import ReplicaChooser
@@ -26,7 +26,7 @@ def test_the_one_with_the_fewest_reads_is_chosen() -> None:
 
 
 def _read(replicas: ReplicaChooser, clock: Clock, address: Address, seconds: float) -> None:
-    """A read of 1 MiB from a DataNode that takes so long."""
+    """Record a read of 1 MiB from a DataNode that takes `seconds`."""
     attempt = Attempt()
     assert replicas.begin((Replica(address),), attempt) == address
     clock.now_s += seconds

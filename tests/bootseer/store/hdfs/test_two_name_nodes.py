@@ -1,4 +1,4 @@
-"""An HDFS of whose NameNodes one says nothing, which hdfs-native waits for as long as it may."""
+"""An HDFS with one silent NameNode, for which hdfs-native waits as long as it may."""
 
 import contextlib
 import socket
@@ -22,13 +22,13 @@ from tests.bootseer.store.using import put
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """The address of a server that takes connections and never answers."""
+    """Yield the address of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def configure(monkeypatch: pytest.MonkeyPatch, folder: Path, *addresses: str) -> str:
-    """The URL of the two NameNodes at `addresses`."""
+    """Write a configuration with the NameNodes at `addresses`; return the URL."""
     write_configuration(folder, pair_configuration(addresses))
     monkeypatch.setenv("HADOOP_CONF_DIR", str(folder))
     return f"hdfs://{NAME}/{folder.parent.name}"
@@ -60,7 +60,7 @@ def test_a_silent_namenode_before_the_active_one(
 def test_an_active_namenode_that_falls_silent_is_left(
     hdfs: MiniHdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the deadline the other one is asked, at once where nothing can go wrong by that."""
+    """The other NameNode is asked after the deadline; at once for calls that are safe to repeat."""
     address = urlsplit(hdfs.url).netloc
     with NameNodeRelay(int(address.rpartition(":")[2])) as relay:
         url = configure(monkeypatch, tmp_path / "conf", relay.address, address)

@@ -1,4 +1,4 @@
-"""Leases: one holder at a time, and no holder for ever."""
+"""A lease has one holder at a time, and none for ever."""
 
 import json
 import re
@@ -23,7 +23,8 @@ from tests.bootseer.store.using import race
 
 @pytest.fixture
 def exact_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tolerance, so that tests need not wait it out: here all share one clock."""
+    """Remove the tolerance between clocks, so that tests do not wait for it: all share one
+    clock."""
     monkeypatch.setattr(lease, "SKEW_S", 0.0)
 
 
@@ -67,7 +68,7 @@ def test_is_held_by_one_until_released(store: Store) -> None:
 def test_a_lease_counts_from_before_its_record_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others see the expiry that the record says, however long the write of it took."""
+    """Other nodes see the expiry in the record, however long its write took."""
     late_s = 0.0
 
     class Slow(LocalBackend):
@@ -126,7 +127,7 @@ def test_who_waits_needs_no_clock_of_the_holders(
     assert not dead.still_held
     with pytest.raises(BusyError):
         dead.renew()
-    # And of the new one it knows nothing yet.
+    # The taker does not know of the new lease yet.
     assert store.lease("leases/x", ttl_s=60, owner="waits", watch=watch) is None
 
 
@@ -193,7 +194,7 @@ def die() -> None:
 
 
 class Stalled(LocalBackend):
-    """A backend that calls `meanwhile` once, before a rename whose target and `overwrite` match."""
+    """Backend that calls `meanwhile` once, before a rename with this target and `overwrite`."""
 
     def __init__(self, root: Path, when: str) -> None:
         super().__init__(root)
@@ -213,7 +214,8 @@ def expired(store: Store) -> None:
 
 
 def test_a_stalled_taker_cannot_take_the_next_lease(tmp_path: Path, exact_clocks: None) -> None:
-    """It has read the record that is over, and goes on after another one has taken over."""
+    """The taker has read the expired record, and continues after another one has taken the
+    lease."""
     backend = Stalled(tmp_path / "root", "after-")
     late, other = Store(backend), Store(LocalBackend(tmp_path / "root"))
     expired(other)
@@ -227,7 +229,7 @@ def test_a_stalled_taker_cannot_take_the_next_lease(tmp_path: Path, exact_clocks
 def test_a_stalled_taker_cannot_take_a_lease_that_came_and_went(
     tmp_path: Path, exact_clocks: None
 ) -> None:
-    """Its successor's record looks expired by then, since its renewals have gone."""
+    """The successor's record looks expired by then, since its renewals are deleted."""
     backend = Stalled(tmp_path / "root", "after-")
     late, other = Store(backend), Store(LocalBackend(tmp_path / "root"))
     expired(other)
@@ -248,7 +250,8 @@ def test_a_stalled_taker_cannot_take_a_lease_that_came_and_went(
 def test_a_taker_that_dies_half_way_costs_its_lease_only(
     tmp_path: Path, exact_clocks: None
 ) -> None:
-    """Between its two steps: others take over from it, not once more from the one before."""
+    """If it dies between its two steps, the next taker continues from it, not from its
+    predecessor."""
     store = Store(LocalBackend(tmp_path / "root"))
     expired(store)
     for owner in ("first", "second"):

@@ -1,4 +1,4 @@
-"""The store's promises: objects appear whole, once, and keys are all that is seen."""
+"""The store's promises: objects appear whole, once, and a listing shows keys only."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ from tests.bootseer.store.using import race
 
 
 def left_behind(store: Store) -> list[str]:
-    """What lies in the hidden folder, which some backends do not need and so do not have."""
+    """Return the names in the hidden folder, which some backends do not have."""
     if not store.backend.traits.one_step_rename:
         return []
     return [info.path for info in store.backend.list(".tmp")]
@@ -225,7 +225,7 @@ def test_a_publisher_that_is_killed_shows_nothing(backend_url: str, how: str) ->
 
 
 class StoreModel(RuleBasedStateMachine):
-    """A store beside the dict that it should be like."""
+    """State machine that compares a store with a dict."""
 
     url = ""
     # No key is the folder of another: "a" and "a/a" never meet.
@@ -390,7 +390,7 @@ def test_importing_is_cheap() -> None:
 def test_an_object_of_which_damage_came_is_no_more_read_past_the_storages_checks(
     tmp_path: Path,
 ) -> None:
-    """One damaged disk cost each later read of the object a second one."""
+    """A damaged disk once doubled each later read of the object."""
     opened: list[str] = []
 
     class Watched(LocalBackend):
