@@ -38,7 +38,7 @@ def test_a_killed_child_is_waited_for_with_a_deadline() -> None:
 
 
 def test_what_a_copy_of_this_process_tells_is_whole_or_nothing() -> None:
-    """A long answer was cut at 64 KiB."""
+    """A long answer was once cut at 64 KiB."""
     code = (
         "import os, signal\n"
         "from bootseer.linux.processes import in_a_copy\n"

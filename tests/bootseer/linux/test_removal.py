@@ -1,4 +1,4 @@
-"""Removing what strangers have filled: any depth, any mode, and what must stay."""
+"""Removal of folders that strangers have filled: any depth, any mode, and files that must stay."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ _FLAGS = {"immutable": 0x10, "append only": 0x20}
 
 
 def make_deep(top: Path, levels: int) -> None:
-    """`levels` directories, each in the one before, with a file in each."""
+    """Make `levels` directories, each in the one before, with a file in each."""
     top.mkdir()
     fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
     for _ in range(levels):
@@ -88,7 +88,7 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_directories_that_not_even_their_owner_may_enter(tmp_path: Path) -> None:
-    """As without root; overlayfs leaves such a one behind each mount."""
+    """Without root such directories matter; overlayfs leaves one behind each mount."""
     top = tmp_path / "top"
     (top / "a/b/c").mkdir(parents=True)
     (top / "a/b/file").touch()
@@ -123,7 +123,7 @@ def test_files_and_folders_that_were_made_unchangeable(tmp_path: Path, kind: str
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """A tree in which a directory of the same file system is mounted, and that directory."""
+    """Yield a tree with a directory of the same file system mounted in it, and that directory."""
     require("root")
     kept, point = tmp_path / "kept", tmp_path / "top/a/point"
     kept.mkdir()

@@ -1,4 +1,4 @@
-"""Links of a tree that nobody trusts lead nowhere outside it."""
+"""Links in an untrusted tree lead nowhere outside it."""
 
 from pathlib import Path
 

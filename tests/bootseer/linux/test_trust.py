@@ -1,4 +1,4 @@
-"""Whose folders and configuration are believed: ours and root's, and nobody else's."""
+"""Folders and configuration are believed if they are the user's own or root's."""
 
 import os
 import stat
@@ -63,7 +63,7 @@ def test_a_configuration_that_others_may_write_is_left_out(
     written.chmod(0o666)
     assert loaded(home).settings.job != "x"
     assert "can be changed by everybody" in caplog.text
-    # Nobody waits for what a pipe would say, and no device is opened.
+    # A pipe is not read, and no device is opened.
     written.unlink()
     os.mkfifo(written)
     assert loaded(home).settings.job != "x"
@@ -79,7 +79,8 @@ def test_a_configuration_that_another_user_can_exchange_is_left_out(
     caplog: pytest.LogCaptureFixture,
     how: str,
 ) -> None:
-    """A link to a root-owned /proc/PID/comm, whose text another user chooses, set root's store."""
+    """A link to a root-owned /proc/PID/comm, whose text another user chooses, once set root's
+    store."""
     ours = tmp_path / "ours.toml"
     ours.write_text('job = "x"\n')
     work = tmp_path / "work"
@@ -111,7 +112,7 @@ def test_a_configuration_that_another_user_can_exchange_is_left_out(
 def test_a_mounted_config_map_is_believed(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All of its links are root's."""
+    """Every link of a ConfigMap belongs to root."""
     volume = tmp_path / "volume"
     (volume / "..2026").mkdir(parents=True)
     (volume / "..2026/bootseer.toml").write_text('job = "mapped"\n')
@@ -145,7 +146,7 @@ def test_a_read_only_mount_is_changed_by_nobody(tmp_path: Path) -> None:
 
 
 def test_what_is_named_must_be_a_regular_file(tmp_path: Path, home: Path) -> None:
-    """A pipe without a writer was an empty configuration, and a slow writer's was none."""
+    """A pipe without a writer once was an empty configuration, as was one with a slow writer."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path, kind in ((pipe, "a pipe"), (Path("/dev/zero"), "a device"), (tmp_path, "a folder")):
@@ -221,7 +222,7 @@ def test_a_group_may_be_trusted_with_a_folder(tmp_path: Path) -> None:
 
 @root_only
 def test_an_access_control_list_lets_others_in(tmp_path: Path) -> None:
-    """Its mask shows as the bits of a group that has no members."""
+    """The list's mask shows as the bits of a group without members."""
 
     def entry(tag: int, rights: int, user: int = 2**32 - 1) -> bytes:
         return struct.pack("<HHI", tag, rights, user)
@@ -329,7 +330,7 @@ def test_doctor_says_whose_a_folder_is(tmp_path: Path, home: Path) -> None:
 
 @root_only
 def test_a_start_goes_on_without_the_folders_of_others(tmp_path: Path, home: Path) -> None:
-    """One warning for each, and the command runs; nothing was put into them."""
+    """Each folder costs one warning and gets no files, and the command runs."""
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     os.chown(theirs, NOBODY, NOBODY)
@@ -363,7 +364,7 @@ def test_a_start_goes_on_without_the_folders_of_others(tmp_path: Path, home: Pat
 def test_a_store_in_the_home_of_another_user_is_not_the_default(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`sudo` may keep HOME: root would run what the user who owns that folder has stored."""
+    """`sudo` may keep HOME: root would run code that the folder's owner has stored."""
     home = tmp_path / "home"
     home.mkdir()
     os.chown(home, NOBODY, NOBODY)
@@ -377,7 +378,7 @@ def test_a_store_in_the_home_of_another_user_is_not_the_default(
 
 @root_only
 def test_a_folder_that_a_user_cannot_make_is_replaced(tmp_path: Path) -> None:
-    """As /run/bootseer/alice on a node where nobody made it at the boot: the job starts."""
+    """The job starts without /run/bootseer/alice on a node where nobody made it at the boot."""
     code = (
         "import os, pwd, sys; from bootseer.settings.config import load_config\n"
         "os.setuid(4321)\n"
@@ -393,7 +394,7 @@ def test_a_folder_that_a_user_cannot_make_is_replaced(tmp_path: Path) -> None:
 
 @root_only
 def test_a_folder_that_only_a_capability_opens_can_be_written(tmp_path: Path) -> None:
-    """access(2) asks for the rights of the user alone."""
+    """access(2) looks at the rights of the user alone."""
     closed = tmp_path / "closed"
     own = closed / "own"
     own.mkdir(parents=True)

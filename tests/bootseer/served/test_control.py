@@ -23,7 +23,7 @@ def refuse() -> dict[str, object]:
 
 
 class Events:
-    """What the server called back."""
+    """Callbacks that the server has called."""
 
     def __init__(self) -> None:
         self.ready = threading.Event()
@@ -88,13 +88,13 @@ def test_ready_and_window(
     directory: Path, server: str, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
-        # Its name is in /proc/net/unix: who has only that is a stranger.
+        # The name is in /proc/net/unix: a process that has only that is a stranger.
         name, _, secret = server.partition(":")
         assert f"@{name}\n" in Path("/proc/net/unix").read_text()
         assert secret not in Path("/proc/net/unix").read_text()
         for message in (b"nonsense", b"ready", b"ready " + b"0" * 32, b"ready " + b"x" * 200):
             client.sendto(message, "\0" + name)
-        # Whoever is answered after them was heard after them.
+        # A client that is answered after them was read after them.
         assert ask(directory, "status") == {"answer": 42}
         assert not events.ready.is_set()
     monkeypatch.setenv("BOOTSEER_READY_SOCKETS", f"nobody-here:00,{server}")
@@ -126,7 +126,7 @@ def fail() -> NoReturn:
 def test_a_mistake_of_ours_is_one_sentence_and_ends_nothing(
     directory: Path, events: Events, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The thread ended, and with it the only way to have the mount ended."""
+    """The thread once ended, and with it the only way to end the mount."""
     read, write = os.pipe()
     commands: dict[str, Command] = {
         "status": dict,

@@ -1,4 +1,4 @@
-"""What is left of servers that died, and who removes it."""
+"""Remains of servers that died, and the processes that remove them."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ from testbed.waiting import wait_channels, wait_for
 def test_what_a_dead_server_has_mounted_elsewhere_stays_as_long_as_somebody_sees_it(
     tmp_path: Path,
 ) -> None:
-    """A job's own view, whose server was killed, is used by the job."""
+    """The job still uses a view of its own after the kill of its server."""
     with subprocess.Popen(["unshare", "--mount", "sleep", "600"]) as job:
         wait_for(lambda: mount_namespace(job.pid) != mount_namespace(), "the mount namespace")
         directory = new_mount_dir(tmp_path)
@@ -46,7 +46,7 @@ def test_what_a_dead_server_has_mounted_elsewhere_stays_as_long_as_somebody_sees
 
 @pytest.mark.parametrize("forks", [False, True])
 def test_the_log_of_a_process_that_lives_stays(tmp_path: Path, forks: bool) -> None:
-    """Those of keepers, publishers and preloaders went, once there were twenty newer ones."""
+    """Twenty newer logs once removed those of living keepers, publishers and preloaders."""
     logs = tmp_path / "logs"
     logs.mkdir()
     mine = logs / "start-1.log"
@@ -64,7 +64,7 @@ def test_the_log_of_a_process_that_lives_stays(tmp_path: Path, forks: bool) -> N
 
 
 def test_a_child_of_a_killed_start_makes_no_folder_that_nobody_would_remove(tmp_path: Path) -> None:
-    """It goes on for a moment, while the next start has removed what the killed one left."""
+    """The child lives for a moment after the next start has removed the killed one's remains."""
     scratch = tmp_path / "containers" / "swept"
     with pytest.raises(NotFoundError):
         make_own_scratch(scratch)
@@ -77,7 +77,7 @@ def test_a_child_of_a_killed_start_makes_no_folder_that_nobody_would_remove(tmp_
 def test_a_killed_server_that_waits_for_itself_is_freed_by_the_next_one(
     tmp_path: Path,
 ) -> None:
-    """It stored a page whose read it was to answer; nothing else would end that wait."""
+    """The server stored a page whose read it had to answer; nothing else would end that wait."""
     source = tmp_path / "source"
     (source / "stick-once").mkdir(parents=True)
     (source / "small").write_bytes(b"small")

@@ -1,4 +1,4 @@
-"""Real processes that are begun and told what to do: they report, die, or say nothing."""
+"""Real processes that are started with orders, and report, die, or stay silent."""
 
 import contextlib
 import json
@@ -182,7 +182,7 @@ except ChildProcessError:
 @pytest.mark.parametrize("how", ["copy", "interpreter"])
 def test_it_has_nothing_of_the_process_that_began_it(tmp_path: Path, how: str) -> None:
     (tmp_path / "processes_new.py").write_text(_NEW)
-    # What lies where the caller is, is not loaded.
+    # Modules in the caller's working directory are not loaded.
     (here := tmp_path / "here").mkdir()
     (here / "logging.py").write_text("raise SystemExit(9)")
     done = subprocess.run(

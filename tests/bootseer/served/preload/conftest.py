@@ -1,4 +1,4 @@
-"""A start whose preloader has a record, and the programs that its launcher starts."""
+"""A start with a preloader and a record of imports, and programs that its launcher starts."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 
 from testbed.waiting import polling
 
-# Becomes nothing: it stays, as the launcher that `bootseer run` becomes would.
+# This process stays, as the launcher does that `bootseer run` becomes.
 LAUNCHER = """
 import json, os, sys
 from bootseer.served.preload import launching
@@ -28,7 +28,7 @@ sys.stdin.read()
 
 
 def places(folder: Path, libraries: str = "lib") -> dict[str, str]:
-    """The variables by which all that Bootseer and Python keep for a user is in this folder."""
+    """Return the variables that put every folder of Bootseer and Python's user into `folder`."""
     names = {"TIMELINE_DIR": "timeline", "STORE": "store", "CACHE_DIR": "cache", "RUN_DIR": "run"}
     return {
         "PYTHONPATH": str(folder / libraries),
@@ -38,7 +38,7 @@ def places(folder: Path, libraries: str = "lib") -> dict[str, str]:
 
 
 class PreloadingNode:
-    """A folder with modules and programs, a record of them, and a launcher."""
+    """Folder with modules and programs, a record of imports, and a launcher."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,7 +62,7 @@ class PreloadingNode:
         changed: Mapping[str, str] | None = None,
         launcher: Mapping[str, str] | None = None,
     ) -> None:
-        """Begin the preloader of a start whose last one has imported `modules`."""
+        """Begin the preloader of a start; the job's last start imported `modules`."""
         record = {
             "version": 1,
             "executable": sys.executable,
@@ -100,7 +100,7 @@ class PreloadingNode:
 
     @property
     def preloader(self) -> int:
-        """The process."""
+        """Return the preloader's process id."""
         for _ in polling():
             for pid in filter(str.isdigit, os.listdir("/proc")):
                 try:
@@ -152,7 +152,7 @@ class PreloadingNode:
         return subprocess.CompletedProcess(words, process.returncode, output, errors)
 
     def end(self) -> None:
-        """End the launcher, and what was started and has not ended."""
+        """End the launcher, and all processes that it started."""
         for process in self._started:
             if process.poll() is None:
                 process.kill()

@@ -1,4 +1,4 @@
-"""Whatever is killed, stopped or changed: a worker ends as an ordinary one would, or starts so."""
+"""After a kill, stop or change, a worker ends as an ordinary one would, or starts ordinarily."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ from testbed.waiting import wait_for
 from tests.bootseer.served.preload.conftest import PreloadingNode
 
 STEPS = ("at once", "a guard is there", "the program runs")
-# Says its number, and what it is told.
+# Prints its process id, and each line of its input.
 WAITING = """
 import heavy, os, signal, sys, time
 
@@ -50,7 +50,7 @@ def waiting(node: PreloadingNode) -> PreloadingNode:
 
 
 def _numbers(process: "subprocess.Popen[str]") -> tuple[int, int]:
-    """The worker and its child, once it says so."""
+    """Return the process ids of the worker and its child, once the worker prints them."""
     assert process.stdout is not None
     words = process.stdout.readline().split()
     assert len(words) == 2, process.communicate()
@@ -69,7 +69,7 @@ def _is_gone(pid: int) -> bool:
 
 
 def _forked(waiting: PreloadingNode, process: "subprocess.Popen[str]") -> tuple[int, int, int]:
-    """Worker, its child, and the guard; none of them is what was started."""
+    """Return the process ids of worker, child and guard; none is the started process."""
     worker, child = _numbers(process)
     guard = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
     assert len({worker, guard, process.pid, waiting.preloader}) == 4
@@ -183,7 +183,7 @@ def _wait_for_step(step: str, preloader: int, ran: Path, process: "subprocess.Po
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_preloader_killed_at_each_step_costs_no_start(waiting: PreloadingNode, step: str) -> None:
-    """The program runs exactly once: forked, or ordinarily."""
+    """The program runs exactly once, forked or ordinarily."""
     waiting.write("program.py", "import heavy; open('ran', 'a').close(); print('ran')")
     preloader = waiting.preloader
     process = waiting.start()

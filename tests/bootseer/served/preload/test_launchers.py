@@ -1,4 +1,4 @@
-"""A launcher that is a Python program is forked as its workers are, and is what it always is."""
+"""A launcher that is a Python program is forked as its workers are, and behaves as usual."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ import pytest
 from testbed.waiting import wait_for
 from tests.bootseer.served.preload.conftest import places
 
-# As torch has it, as far as it is looked at.
+# The parts of torch's launcher that the preloader looks at.
 RUN = """
 import os, subprocess, sys
 import torch.distributed.launcher.api
@@ -114,7 +114,7 @@ class _Job:
         return self.bootseer("run", "--preload", "--linger", "10m", "--", *command, **options)
 
     def run(self, *command: str, **options: Any) -> list[dict[str, Any]]:
-        """What the launcher and its worker have found of themselves."""
+        """Return the facts that the launcher and its worker print about themselves."""
         process = self.start(*command, **options)
         output, errors = process.communicate(timeout=100)
         assert (process.returncode, errors) == (6, "")

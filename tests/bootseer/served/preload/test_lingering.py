@@ -1,4 +1,4 @@
-"""What was imported stays for the job's next start: after a start that lingers, and by standby."""
+"""Imported modules stay for the job's next start: with `--linger`, and by `bootseer standby`."""
 
 import os
 import signal
@@ -52,7 +52,7 @@ class _Job:
         assert done.returncode == 0, done.stderr
 
     def run(self, linger: str = "10m") -> tuple[str, int]:
-        """What the program finds, and its preloader."""
+        """Return the program's output, and the process id of its preloader."""
         words = ("run", "--preload", "--linger", linger, "--", sys.executable, "-u", "train.py")
         done = self.call(*words)
         assert (done.returncode, done.stderr) == (0, "")
@@ -137,7 +137,7 @@ def test_a_start_is_forked_from_what_stands_by(job: _Job) -> None:
     assert "\nexpected: 0." in shown()
     value, pid = job.run(linger="off")
     assert value == "5"
-    # Nobody else's folder is there, and so it was the one that stood by.
+    # There is no other preloader's folder, so it was the one that stood by.
     assert not folder.exists()
     logs = [one.name for one in (job.folder / "run/logs").glob("preload-*")]
     assert sorted(logs) == [f"preload-{folder.name.partition('-')[0]}.log"]

@@ -1,4 +1,4 @@
-"""`bootseer run --preload -- python ...`: the wrapper becomes the stand-in of the program."""
+"""`bootseer run --preload -- python ...`: the wrapper becomes a stand-in of the program."""
 
 import contextlib
 import os
@@ -79,13 +79,13 @@ def test_two_starts_of_one_job_have_preloaders_of_their_own(folder: Path) -> Non
 
 
 def test_another_node_imports_what_the_first_one_has(folder: Path) -> None:
-    """By the store: the process that publishes kept caches publishes the record as well."""
+    """The process that publishes caches also publishes the record to the store."""
     (folder / "kept").mkdir()
     shared = folder / "store/preload/j.json"
     options = ("--preload", "--keep", str(folder / "kept"))
     assert _outcome(_start(folder, *options))[0][1] == "5 True"
     wait_for(shared.exists, "the record in the store")
-    # Nor does another one publish: what is written here stays.
+    # No other process publishes: files written here stay.
     wait_for(lambda: not _attendants(folder), "the end of the process that publishes")
     assert (
         _outcome(_start(folder, "--preload", "--set", "keep_caches=off", node="b"))[0][1]

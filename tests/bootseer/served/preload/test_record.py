@@ -1,4 +1,4 @@
-"""What a worker writes down of its start for the next one."""
+"""The record of a worker's start that the next start uses."""
 
 import os
 import sys

@@ -1,5 +1,4 @@
-"""What cannot be preloaded is named in one line, and the program starts ordinarily or imports it
-itself."""
+"""Programs and modules that cannot be preloaded: one line names them, and the program runs."""
 
 import json
 import os
@@ -27,7 +26,7 @@ OFFENDERS = {
     "changes the working directory": "import os\nos.chdir('/')",
     "cannot be imported": "raise RuntimeError('not today')",
 }
-# It goes on without what it cannot import, and says what it has.
+# It continues without the modules that it cannot import, and reports those it has.
 PROGRAM = """
 import sys
 import good
@@ -75,7 +74,7 @@ def test_whoever_imports_such_a_module_is_not_preloaded_either(node: PreloadingN
 
 
 def _one_line(done: "subprocess.CompletedProcess[str]") -> str:
-    """Why the program, which prints "ran", was started without the preloader."""
+    """Return the reason why the program, which prints "ran", started without the preloader."""
     assert (done.stdout, done.returncode) == ("ran\n", 0), done.stderr
     head, _, reason = done.stderr.partition("started without the preloader: ")
     assert (head, done.stderr.count("\n")) == ("bootseer: ", 1), done.stderr
@@ -215,7 +214,7 @@ def test_other_rights_start_ordinarily(ready: PreloadingNode) -> None:
 
 
 def test_a_variable_that_the_program_sets_itself_is_respected(node: PreloadingNode) -> None:
-    """An import that has read it would not see what the program has set."""
+    """An earlier import would have read the variable before the program sets it."""
     node.write("modules/good.py", "import os\nVALUE = os.environ.get('HF_HOME')")
     node.write(
         "program.py", "import os; os.environ['HF_HOME'] = 'mine'; import good; print(good.VALUE)"
@@ -266,7 +265,7 @@ def test_memory_has_a_limit(node: PreloadingNode, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_start_in_an_image_says_that_it_has_no_preloader(tmp_path: Path) -> None:
-    """And so does one that records no imports."""
+    """A start that records imports says so, too."""
     done = subprocess.run(
         [
             sys.executable,
@@ -298,7 +297,7 @@ def test_a_start_in_an_image_says_that_it_has_no_preloader(tmp_path: Path) -> No
 def test_what_the_c_library_does_for_a_first_thread_is_no_change_of_signals(
     node: PreloadingNode,
 ) -> None:
-    """As a library of linear algebra begins threads in its import, and ends them for forks."""
+    """A library of linear algebra begins threads in its import, and ends them before forks."""
     node.write(
         "modules/heavy.py",
         "import os, threading\none = threading.Thread(target=int)\none.start()\none.join()\n"
@@ -311,7 +310,7 @@ def test_what_the_c_library_does_for_a_first_thread_is_no_change_of_signals(
 
 
 def test_all_that_lead_to_a_refused_module_are_found_at_once(node: PreloadingNode) -> None:
-    """Each attempt imports everything anew, so that twenty of them are a minute."""
+    """Each attempt imports everything anew, so twenty attempts take a minute."""
     node.write("modules/lists.py", "import os\nfor name in os.environ: pass\nimport good")
     names = [f"leads{number}" for number in range(8)]
     for number, name in enumerate(names):
@@ -328,7 +327,7 @@ def test_all_that_lead_to_a_refused_module_are_found_at_once(node: PreloadingNod
 
 @pytest.mark.needs(modules=["setuptools"])
 def test_a_module_that_a_finder_puts_in_the_place_of_another_is_given(node: PreloadingNode) -> None:
-    """setuptools has a distutils of its own, whatever `sys.path` leads to."""
+    """setuptools has a distutils of its own, regardless of `sys.path`."""
     node.write("program.py", "import setuptools, distutils; print(distutils.__file__)")
     node.begin("setuptools", "distutils")
     done = node.run()

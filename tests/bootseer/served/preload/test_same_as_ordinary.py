@@ -1,4 +1,4 @@
-"""A forked worker is what an ordinary one is: each program prints the same, and ends the same."""
+"""A forked worker prints the same and ends the same as an ordinary one."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from tests.bootseer.served.preload.conftest import PreloadingNode
 
 MODULES = ("argparse", "logging", "json", "multiprocessing.pool", "typing", "dataclasses", "heavy")
 
-# Of a process: what it was started with, and what it has.
+# Of a process: its arguments and environment, and its state.
 IDENTITY = """
 import sys
 print(sorted(sys.modules))
@@ -95,7 +95,7 @@ def heavy(node: PreloadingNode) -> PreloadingNode:
 
 
 def _same(node: PreloadingNode, *words: str, **options: Any) -> tuple[str, str, int]:
-    """What a worker prints and returns, which is what an ordinary one does."""
+    """Return a worker's output and exit code, which must be an ordinary worker's."""
     ours = node.run(*words, **options)
     assert "bootseer:" not in f"{ours.stdout}{ours.stderr}", ours
     ordinary = node.run(*words, ordinarily=True, **options)
@@ -132,7 +132,7 @@ def test_what_a_process_has_is_the_same(heavy: PreloadingNode) -> None:
 
 
 def _unlike() -> None:
-    """What a launcher may have changed since the preloader began."""
+    """Change everything that a launcher may have changed since the preloader began."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])

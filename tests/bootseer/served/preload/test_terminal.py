@@ -1,4 +1,4 @@
-"""What is typed at a terminal reaches the program, whoever its parents are."""
+"""Input at a terminal reaches the program behind any parents."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ import pytest
 
 from bootseer.linux.processes import wait_readable
 
-# Says what it is told; SIGQUIT and what a launcher sends in the end are its end.
+# Prints each line of its input; SIGQUIT and the launcher's last signal end it.
 PROGRAM = """
 import os, signal, sys, time
 import large
@@ -36,7 +36,7 @@ while time.monotonic() < end:
 
 
 class _Terminal:
-    """A terminal of its own with `bootseer run --preload` in the foreground."""
+    """Terminal of its own with `bootseer run --preload` in the foreground."""
 
     def __init__(self, folder: Path, *command: str) -> None:
         self.text = ""
@@ -106,7 +106,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_program_at_a_terminal_is_its_foreground(folder: Path) -> None:
-    """It starts ordinarily, since a fork could not have the terminal."""
+    """The program starts ordinarily, since a fork could not have the terminal."""
     command = ("--preload", "--", sys.executable, "-u", "train.py")
     with _terminal(folder, *command, "--ends") as first:
         assert first.wait() == 0, first.text

@@ -66,13 +66,13 @@ class _Job:
         (folder / "train.py").write_text(TRAIN, encoding="utf-8")
 
     def stage_names(self, start: str) -> set[str]:
-        """What the workers of a start have noted of themselves."""
+        """Return the stages that the workers of a start have recorded."""
         stages = decode(Path(start).read_bytes())
         names = {stage.name for stage in stages if stage.resource.get(ROLE) in ("train.py", None)}
         return {name for name in names if not name.startswith("import ")}
 
     def run(self, name: str, *arguments: str) -> tuple[list[dict[str, Any]], str]:
-        """One start; what each rank has found, and what stands on standard error."""
+        """Run one start; return the output of each rank, and standard error."""
         results = self.folder / name
         results.mkdir()
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A worker's silence: counted in looks, forgiven where nobody was running."""
+"""A worker that is silent for several looks is ended, unless nothing was running meanwhile."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from testbed.waiting import wait_for
 
 @contextlib.contextmanager
 def _worker(heartbeat: Heartbeat) -> Iterator[tuple[int, int]]:
-    """A process that answers until told to stop; its pid, and what to write to for that."""
+    """Yield the pid of a process that answers, and the descriptor that stops its answers."""
     stop, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -36,7 +36,7 @@ def _worker(heartbeat: Heartbeat) -> Iterator[tuple[int, int]]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """What the supervisor takes for the time."""
+    """Yield the list whose only item is the supervisor's time."""
     now_s = [0.0]
     with monkeypatch.context() as patch:
         clock = SimpleNamespace(monotonic=lambda: now_s[0])
