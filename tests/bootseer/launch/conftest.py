@@ -1,4 +1,4 @@
-"""A node for each test, and what needs privileges."""
+"""Node of each launch test, and images, which need privileges."""
 
 import io
 import shutil
@@ -21,25 +21,25 @@ IMAGE_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    """A fresh node with a store of its own."""
+    """Return a new node with a store of its own."""
     with node_at(tmp_path / "node", (tmp_path / "store").as_uri()) as made:
         yield made
 
 
 @pytest.fixture
 def silent_url() -> Iterator[str]:
-    """A NameNode that accepts and never says anything."""
+    """Yield the URL of a NameNode that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"hdfs://127.0.0.1:{server.getsockname()[1]}/ckpt"
 
 
 @dataclass
 class Image:
-    """An OCI layout that is rebuilt under the same tag."""
+    """OCI layout that is rebuilt under the same tag."""
 
     directory: Path
     root: Path
-    """Its root file system, to change."""
+    """Root file system of the image, to change."""
 
     @property
     def source(self) -> str:
@@ -55,7 +55,7 @@ class Image:
 
 @pytest.fixture(scope="session")
 def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real, small root file system with Python; not to be changed."""
+    """Return a real, small root file system with Python; not to be changed."""
     root = python_root(tmp_path_factory.mktemp("image") / "root")
     (root / "etc/passwd").write_text(
         "root:x:0:0::/root:/bin/sh\nworker:x:1000:1001::/home/worker:/bin/sh\n"
@@ -65,7 +65,10 @@ def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def image(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Image:
-    """Runs as an ordinary user, in a folder and with variables of its own; not to be changed."""
+    """Return an image that runs as an ordinary user, with a folder and variables of its own.
+
+    Not to be changed.
+    """
     require("mount", "fuse")
     made = Image(tmp_path_factory.mktemp("layout") / "img", image_root)
     made.build(User="worker", WorkingDir="/job", Env=["FROM_IMAGE=yes", f"PATH={IMAGE_PATH}"])
@@ -74,7 +77,7 @@ def image(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Image:
 
 @pytest.fixture(scope="session")
 def shell_image(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Image:
-    """The same without Python, which makes a pull much cheaper; not to be changed."""
+    """Return the image without Python, which makes a pull much cheaper; not to be changed."""
     require("mount", "fuse")
     base = tmp_path_factory.mktemp("shell")
     without = shutil.ignore_patterns("python3*", "libpython3*")
@@ -86,7 +89,7 @@ def shell_image(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="session")
 def published(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with `image`, published by its first start; not to be changed."""
+    """Return a store with `image`, published by its first start; not to be changed."""
     base = tmp_path_factory.mktemp("published")
     with node_at(base / "node", (base / "store").as_uri()) as node:
         done = node.run("run", "--image", image.source, "--", "sh", "-c", ":")
@@ -97,6 +100,6 @@ def published(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def known_image(image: Image, published: Path, tmp_path: Path) -> Image:
-    """`image`, and the test's own store has it, as somebody else has started it before."""
+    """Return `image`; the test's own store has it, as after a start of another node."""
     subprocess.run(["cp", "-a", published, tmp_path / "store"], check=True, timeout=60)
     return image

@@ -1,4 +1,4 @@
-"""Starts whose store is a bucket of a real gateway (Ceph's): each thing that a start replays."""
+"""Starts with a store in a bucket of a real gateway (Ceph's): each object that a start replays."""
 
 import json
 import secrets
@@ -28,7 +28,7 @@ def bucket_url() -> str:
 def nodes(
     rgw: dict[str, str], bucket_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Node, Node]]:
-    """Two nodes that share a bucket."""
+    """Yield two nodes that share a bucket."""
     for name, value in rgw.items():
         monkeypatch.setenv(name, value)
     with (
@@ -143,7 +143,7 @@ def test_eight_nodes_at_once_run_one_set_up(
 
 
 def test_an_endpoint_that_hangs_costs_the_deadline(tmp_path: Path) -> None:
-    """Then everything is done as without a store, with a warning."""
+    """After the deadline, the start continues as without a store, with a warning."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         variables = {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}",

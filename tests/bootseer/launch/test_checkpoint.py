@@ -1,4 +1,4 @@
-"""`bootseer run --checkpoint`: written in one start, read in the next, gone with the job."""
+"""`bootseer run --checkpoint`: written in one start, read in the next, unmounted with the job."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def test_saved_in_one_start_and_loaded_in_the_next(node: Node, url: str) -> None
 
 
 def test_killed_in_a_save(node: Node, local_url: str) -> None:
-    """Nothing of the new file is seen; the old one stays."""
+    """The new file does not appear; the old one stays."""
     checkpoint = ("--checkpoint", f"{local_url}:{node.base / 'mnt'}")
     code = """
 import os, time
@@ -127,7 +127,7 @@ def test_no_secret_in_what_is_said(node: Node) -> None:
     )
     assert done.returncode not in (0, None)
     assert "geheim" not in done.stderr
-    # What its servers still tidy away cannot be read.
+    # Files that its servers are still removing cannot be read.
     node.wait_clean()
     for path in node.base.rglob("*"):
         if path.is_file():
@@ -158,7 +158,7 @@ def test_a_command_that_is_missing_leaves_no_mount(node: Node, local_url: str) -
 
 @pytest.mark.needs("fuse")
 def test_a_failing_mount_ends_the_setups(node: Node) -> None:
-    """Not after ten minutes of pip that were for nothing."""
+    """The failure must not come after ten minutes of pip."""
     (node.base / "file").write_text("")
     done = node.run(
         "run",
@@ -171,7 +171,7 @@ def test_a_failing_mount_ends_the_setups(node: Node) -> None:
 
 
 def test_mounted_there_already(node: Node, local_url: str) -> None:
-    """By somebody else, who keeps it."""
+    """Another process has mounted the folder, and keeps it."""
     mount = node.base / "mnt"
     mount.mkdir()
     with checkpoints(node.base, mount, local_url):
@@ -182,7 +182,7 @@ def test_mounted_there_already(node: Node, local_url: str) -> None:
 
 
 def test_it_overlaps_the_environment(node: Node, local_url: str) -> None:
-    """Each waits until it has seen the other begin."""
+    """Each stage waits until it has seen the other begin."""
     mount = node.base / "mnt"
     seen = f"until grep -q checkpoint timeline/job/0/*/*.jsonl && mountpoint -q {mount}; do :; done"
     done = node.run(
@@ -213,7 +213,8 @@ if "run" in __import__("sys").orig_argv:
 def test_what_was_mounted_in_time_is_used_however_long_a_setup_takes(
     node: Node, local_url: str
 ) -> None:
-    """It ended with "not mounted within the deadline" where a set-up took more than two minutes."""
+    """With a set-up of over two minutes the start once ended with "not mounted within the
+    deadline"."""
     mount = node.base / "mnt"
     (node.base / "clock").mkdir()
     (node.base / "clock/sitecustomize.py").write_text(CLOCK)
@@ -233,7 +234,7 @@ def test_what_was_mounted_in_time_is_used_however_long_a_setup_takes(
 
 
 def test_a_path_that_was_not_there_is_refused(node: Node, local_url: str) -> None:
-    """Of a folder for checkpoints only the last name may be missing."""
+    """Only the last name of a folder for checkpoints may be missing."""
     url = f"{local_url}/misspelt/run-1"
     done = node.run("run", "--checkpoint", f"{url}:{node.base / 'mnt'}", "--", "echo", "trained")
     assert done.returncode == 10

@@ -25,7 +25,7 @@ TARGET = ("--target", "env")
 
 
 def forget(node: Node) -> None:
-    """As on a fresh node, at the same path."""
+    """Move the node's environment, cache and run folder aside, as if the node were new."""
     for name in ("env", "cache", "run"):
         path = node.base / name
         path.rename(node.base.parent / f"{name}-{len(list(node.base.parent.iterdir()))}")

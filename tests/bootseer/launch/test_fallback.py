@@ -41,7 +41,7 @@ def test_a_store_that_cannot_be_used(node: Node, image: Image) -> None:
 def test_a_store_that_is_silent_is_waited_for_once(
     node: Node, shell_image: Image, silent_url: str
 ) -> None:
-    """Not by each stage for a whole deadline: a start has one."""
+    """A start has one deadline for its store, and not one for each stage."""
     done = node.run(
         "run",
         *("--image", shell_image.source, "--setup", "echo one > env", "--setup", "echo two >> env"),
@@ -55,7 +55,7 @@ def test_a_store_that_is_silent_is_waited_for_once(
 
 
 def test_a_store_in_which_nothing_can_be_written(node: Node, image: Image, tmp_path: Path) -> None:
-    """Nothing is published; each start is as fast as a pulled one can be."""
+    """No image is published; each start is as fast as from a pulled image."""
     (node.base / "file").write_text("")
     store = (node.base / "file/store").as_uri()
     for pulled in (True, False):
@@ -85,7 +85,7 @@ def test_a_store_that_is_full(node: Node, image: Image, tmp_path: Path) -> None:
         node.wait_clean()
         (log,) = (node.base / "run/logs").glob("image-*.log")
         assert "No space left" in log.read_text()
-        # What was begun there is gone, so that others find the space.
+        # The incomplete files are removed, so that there is space again.
         left = sum(path.stat().st_size for path in small.rglob("*") if path.is_file())
         assert left < 100_000
     finally:
@@ -94,7 +94,7 @@ def test_a_store_that_is_full(node: Node, image: Image, tmp_path: Path) -> None:
 
 
 def test_a_named_image_that_nobody_has(node: Node) -> None:
-    """There is no ordinary path to what only a store would know."""
+    """A name that only a store can resolve has no ordinary path."""
     done = node.run("run", "--image", "never-indexed:1", "--", "true")
     assert done.returncode == 10
     assert "never-indexed:1" in done.stderr
@@ -178,7 +178,7 @@ def test_without_fuse_a_setup_and_a_failure(node: Node, known_image: Image) -> N
 
 
 def test_without_fuse_a_checkpoint_is_an_error(node: Node, store_url: str) -> None:
-    """Nothing else gives the job its files at that path."""
+    """The job's files can be provided at that path in no other way."""
     done = node.run(
         "run", *("--checkpoint", f"{store_url}:{node.base}/mnt", "--", "true"), prefix=WITHOUT_FUSE
     )

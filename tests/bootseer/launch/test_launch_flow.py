@@ -1,4 +1,4 @@
-"""The folders, objects and processes that docs/launch-flow.md names are those of a real start."""
+"""A real start has the folders, objects and processes that docs/launch-flow.md names."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ COMMAND = "import os, sys; print(os.listdir('/mnt'), flush=True); sys.stdin.read
 
 
 def _named(prefix: str) -> list[str]:
-    """The patterns of what the page names below a setting or folder."""
+    """Return the patterns of the names that the page has below a setting or folder."""
     found = re.findall(rf"`((?:{prefix})/[\w/.*-]*)`", PAGE)
     kept = {one.rstrip("/") for one in found if not one.startswith(_PASSING) and ".py" not in one}
     return sorted(_NAMES.sub("*", one) for one in kept)

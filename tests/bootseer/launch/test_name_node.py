@@ -1,4 +1,4 @@
-"""What a start that replays everything asks a NameNode for: `docs/hdfs.md` says so."""
+"""Requests to a NameNode in a start that replays everything; docs/hdfs.md lists them."""
 
 from collections import Counter
 from pathlib import Path

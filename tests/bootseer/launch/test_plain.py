@@ -1,4 +1,4 @@
-"""`bootseer run` without image and checkpoint: what the command is, gets and hands through."""
+"""`bootseer run` without image and checkpoint: the command's arguments, environment and files."""
 
 import json
 import os
@@ -195,7 +195,7 @@ except ChildProcessError:
 
 @pytest.mark.parametrize("option", ["--job", "--workload"])
 def test_whatever_a_job_is_called_it_has_no_child(node: Node, option: str) -> None:
-    """`--job image run` was taken for a command on images, for which a server is begun at once."""
+    """`--job image run` was once taken for an image command, which begins a server at once."""
     done = node.run(option, "image", "run", "--", sys.executable, "-c", HAS_CHILD)
     assert done.stdout == "no child\n", done.stderr
     node.wait_clean()

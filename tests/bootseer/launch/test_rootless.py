@@ -1,4 +1,4 @@
-"""The same without root: fusermount3 mounts, a user namespace makes the container."""
+"""Starts without root: fusermount3 mounts, and a user namespace makes the container."""
 
 import os
 import shutil
@@ -68,7 +68,7 @@ def test_a_start_on_the_host_without_root(node: Node, tmp_path: Path) -> None:
 
 
 def test_set_up_inside_an_image(node: Node, image_root: Path) -> None:
-    """What it changed is told by an upper layer with the attributes of an ordinary user's."""
+    """The changes are in an upper layer with the attributes of an ordinary user's."""
     root = node.base / "root"
     shutil.copytree(image_root, root, symlinks=True)
     for path in ("usr/share/old/a", "usr/share/old/b", "etc/group"):

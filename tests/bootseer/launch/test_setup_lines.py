@@ -1,4 +1,4 @@
-"""Which set-up lines are plain commands, whose words say what they read, and which need a shell."""
+"""Set-up lines that are plain commands, whose words name their inputs, and those for a shell."""
 
 import pytest
 

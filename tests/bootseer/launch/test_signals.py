@@ -1,4 +1,4 @@
-"""Signals at every stage of a start, and SIGKILL at any moment: nothing is left."""
+"""Signals at every stage of a start, and SIGKILL at any moment, leave no remains."""
 
 import os
 import pty
@@ -18,7 +18,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def finish(process: "subprocess.Popen[str]") -> str:
-    """What it said on stderr."""
+    """Return the process's standard error, after its end."""
     _, err = process.communicate(timeout=60)
     return err
 
@@ -53,7 +53,7 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE):
 
 
 def test_what_the_caller_ignores_stays_ignored(node: Node) -> None:
-    """As `nohup` and a shell's background jobs have it: for the start, and for the command."""
+    """`nohup` and a shell's background jobs ignore signals for the start and the command."""
     with node.start("run", *SETUP, "--", "true", prefix=IGNORING) as process:
         wait_for_file(node.base / "deeper")
         process.send_signal(signal.SIGINT)
@@ -71,7 +71,7 @@ def test_what_the_caller_ignores_stays_ignored(node: Node) -> None:
 
 @pytest.mark.needs("fuse")
 def test_nothing_of_ours_is_in_the_session_of_the_job(node: Node, silent_url: str) -> None:
-    """Ctrl-C would end mounts, and what makes them, with whatever the terminal runs."""
+    """Ctrl-C would otherwise end the processes that mount or serve."""
     arguments = ("--checkpoint", f"{silent_url}:{node.base}/mnt", "--", "true")
     # Longer than anybody waits for the end of what mounts.
     deadline = {"BOOTSEER_DEADLINE": "200"}
@@ -105,7 +105,7 @@ def _session(pid: int) -> int:
 
 @pytest.mark.needs("fuse")
 def test_servers_end_although_the_caller_ignores_signals(node: Node) -> None:
-    """Also SIGTERM, by which they are told to: the job ends, and so does all of ours."""
+    """Our servers end with the job, even where SIGTERM is ignored, by which they are ended."""
     (node.base / "ckpt").mkdir()
     ignoring = ("sh", "-c", 'trap "" INT HUP TERM; exec "$@"', "sh")
     checkpoint = ("--checkpoint", f"{node.base}/ckpt:{node.base}/mnt")
@@ -116,7 +116,7 @@ def test_servers_end_although_the_caller_ignores_signals(node: Node) -> None:
 
 
 def test_a_setup_may_tidy_up(node: Node) -> None:
-    """It was killed at once by the function that waited for it."""
+    """The set-up was once killed at once by the function that waited for it."""
     script = "trap ': > tidied; exit 5' TERM; : > deeper; while :; do sleep 0.1; done"
     (node.base / "setup.sh").write_text(script)
     with node.start("run", "--setup", "sh setup.sh", "--target", "env", "--", "true") as process:
@@ -143,7 +143,7 @@ while not (continued and os.path.exists("interrupts")):
 
 
 def test_ctrl_c_reaches_a_setup_once(node: Node) -> None:
-    """The terminal gives it to all of the foreground; we gave it to the set-up once more."""
+    """The terminal sends it to the whole foreground; we once sent it to the set-up once more."""
     (node.base / "setup.py").write_text(_COUNTING)
     master, terminal = pty.openpty()
     # The terminal becomes that of a new session, as of a login.
@@ -166,13 +166,13 @@ def test_a_setup_that_ignores_the_signal_is_killed(node: Node) -> None:
         process.terminate()
         finish(process)
     assert process.returncode == -signal.SIGTERM
-    # What was killed may need a moment to be gone.
+    # A killed process may take a moment to be gone.
     waiting.wait_for(lambda: node.processes() == {}, "the end of all processes")
 
 
 @pytest.mark.needs("mount", "fuse")
 def test_as_the_first_process_of_a_namespace(node: Node) -> None:
-    """It has no default action for any signal: a container would not stop before its time."""
+    """The first process has no default action for any signal: its container would never stop."""
     prefix = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     with node.start("run", *SETUP, "--", "true", prefix=prefix) as process:
         wait_for_file(node.base / "deeper")
@@ -235,7 +235,7 @@ def test_after_exec_it_is_the_jobs(node: Node, store_url: str, number: signal.Si
 
 @pytest.mark.needs("fuse")
 def test_kill_9_at_each_step(node: Node, store_url: str) -> None:
-    """What is left goes by itself, but for what a set-up itself does; the next start works."""
+    """Remains are removed without help, except those of a set-up itself; the next start works."""
     mount = node.base / "mnt"
     arguments = (
         *("--checkpoint", f"{store_url}-ckpt:{mount}"),

@@ -14,13 +14,13 @@ from bootseer.store import open_own_store
 
 
 def entry(number: int) -> str:
-    """A name of a library, as TorchInductor gives them."""
+    """Return a file name as TorchInductor makes it for a library."""
     letters = "abcdefghijklmnopqrstuvwxyz234567"
     return f"3b/{letters[number % 32] * 52}.py"
 
 
 class CachingNode:
-    """One node, with a folder of its own at the path that all have."""
+    """Node with a folder of its own at a path that is the same on all nodes."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What of a folder is kept, and what is not."""
+"""The files of a folder that a cache keeps, and those that it leaves out."""
 
 import os
 import shutil
@@ -74,7 +74,7 @@ def test_what_misses_a_file_is_not_kept(folder: Path) -> None:
 
 
 def test_the_half_of_a_library_is_left_out(folder: Path) -> None:
-    """A linker that was killed leaves a file of the right name: on no node may it be loaded."""
+    """A linker that was killed leaves a file of the right name: no node may load it."""
     whole = folder / f"3b/{DIGEST}.so"
     shutil.copy(sys.executable, whole)
     assert kept(folder) == {"3b/kernel.py", f"3b/{DIGEST}.so"}

@@ -1,4 +1,4 @@
-"""Which folders are kept, under which key, and which variables are set."""
+"""Choice of the folders that are kept, their keys, and the variables that are set."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ from bootseer.settings.config import Settings, load_settings
 
 
 class Host:
-    """A root with a Python that has packages, and a compiler; nothing of it can be run."""
+    """Root with packages of Python, and a compiler; none of its programs can run."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -92,7 +92,7 @@ def test_another_variable_that_chooses_the_folder_is_respected(host: Host) -> No
 
 
 def test_data_that_are_there_stay_where_they_are(host: Host) -> None:
-    """A job without a network could not get them again."""
+    """A job without a network could not download them again."""
     host.install("datasets", "3.0.0")
     assert "HF_DATASETS_CACHE" in host.find()
     (host.root / "home/.cache/huggingface/datasets/squad").mkdir(parents=True)
@@ -114,7 +114,7 @@ def test_a_folder_that_all_nodes_share_is_left_alone(
     shared = [mount_table.MountPoint(b"/", os.stat(host.root).st_dev, b"lustre")]
     monkeypatch.setattr(mount_table, "mount_points", lambda: shared)
     assert "TORCHINDUCTOR_CACHE_DIR" not in host.find(TORCHINDUCTOR_CACHE_DIR="/tmp/x")
-    # What is named by an option is asked for.
+    # A folder that an option names is always kept.
     assert str(host.root / "x") in host.find(wish=Wish(("x",)))
 
 

@@ -79,7 +79,7 @@ def test_two_nodes_that_know_nothing_of_each_other_are_merged(tmp_path: Path) ->
     two.begun_ns = time.time_ns()
     assert two.publish().how == "published"
     three.restore()
-    # An index and what it names come from one node.
+    # An index and the files that it names come from one node.
     assert three.files() == {
         entry(0): "kernel 0",
         entry(1): "kernel 1",
@@ -132,7 +132,7 @@ def test_a_damaged_blob_is_not_restored_and_is_replaced(tmp_path: Path) -> None:
     # Nothing of it, not even the frames that were whole.
     assert two.files() == {}
     assert list(two.folder.iterdir()) == []
-    # The job compiles, and what it made replaces what was damaged.
+    # The job compiles, and its result replaces the damaged one.
     two.write(FIRST)
     two.begun_ns = time.time_ns()
     assert two.publish(is_damaged=True).how == "published"
@@ -182,7 +182,7 @@ LARGE = {entry(number): os.urandom(400_000).hex() for number in range(5)}
 
 @contextmanager
 def full_disk(folder: Path) -> Iterator[None]:
-    """What the folder is on has less room than the cache needs."""
+    """Mount a disk on the folder with less room than the cache needs."""
     require("root")
     folder.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
@@ -206,7 +206,7 @@ def test_a_full_disk_restores_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["two/cache", "store"])
 def test_a_full_disk_publishes_nothing(tmp_path: Path, where: str) -> None:
-    """The node's, on which a generation is packed, and the store's."""
+    """The full disk is the node's, on which a generation is packed, or the store's."""
     one, two = CachingNode(tmp_path, "one"), CachingNode(tmp_path, "two", limit="10MB")
     one.write(FIRST)
     with full_disk(tmp_path / where):
@@ -251,14 +251,14 @@ node.publish()
 
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_a_killed_publisher_leaves_nothing_to_be_seen(tmp_path: Path, step: int) -> None:
-    """Before the blob, between blob and tree, before the manifest."""
+    """The kill comes before the blob, between blob and tree, or before the manifest."""
     words = [sys.executable, "-c", _KILLED, str(tmp_path), str(step)]
     done = subprocess.run(words, cwd=REPOSITORY, timeout=60, env={**os.environ, "PYTHONPATH": "."})
     assert done.returncode == -signal.SIGKILL
     one, two = CachingNode(tmp_path, "one"), CachingNode(tmp_path, "two")
     assert one.restore().how == MISS
     one.write(FIRST)
-    # Its lease ends by itself; here it is waited for as another node's.
+    # The lease expires by itself; this node waits for it as for another node's.
     lease = tmp_path / "store" / catalogue.lease_key(one.cache.key)
     assert lease.exists()
     lease.unlink()

@@ -1,4 +1,4 @@
-"""`bootseer run` with kept caches, as a job meets it: from one node to the next, and back."""
+"""`bootseer run` with kept caches: from one node to the next, and back."""
 
 import json
 import os
@@ -32,7 +32,7 @@ READY = "import bootseer; bootseer.ready(); import time; time.sleep(600)"
 
 @pytest.fixture
 def torch(tmp_path: Path) -> dict[str, str]:
-    """A path of packages with one that is called torch."""
+    """Return a path of packages with a stand-in for torch."""
     packages = tmp_path / "packages"
     (packages / "torch-9.9.9.dist-info").mkdir(parents=True)
     return {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{os.getcwd()}:{packages}"}
@@ -73,7 +73,7 @@ def test_a_folder_of_ours_is_named_and_private(node: Node, torch: dict[str, str]
     folder = node.base / "cache/kept/folders"
     assert folder.stat().st_mode & 0o777 == 0o700
     node.wait_clean()
-    # The node itself has it, whatever becomes of the store.
+    # The node itself has the cache, whatever happens to the store.
     assert said(node.run("run", *compile_job(), variables=torch))["hit"] is True
     node.wait_clean()
     (record,) = (
@@ -111,11 +111,11 @@ def test_a_directory_that_is_named_is_kept(node: Node, tmp_path: Path) -> None:
 def test_what_is_new_is_published_when_the_job_is_ready(
     node: Node, tmp_path: Path, torch: dict[str, str]
 ) -> None:
-    """Not only at its end: schedulers end what is left of a job with it."""
+    """A scheduler that ends the job also ends processes that would publish later."""
     script = f"import sys; sys.argv[1:] = []\n{COMPILES}\n{READY}"
     variables = {**torch, "BOOTSEER_PUBLISH_TIMELINES": "on"}
     with node.start("run", "--", sys.executable, "-c", script, variables=variables) as job:
-        # What works behind the start is shown.
+        # The background process is shown.
         wait_for(lambda: list(attendants(node.base / "run")), "the attendant")
         published = tmp_path / "store/snapshots"
         wait_for(lambda: any(published.glob("*.json")), "a generation")
@@ -128,7 +128,7 @@ def test_what_is_new_is_published_when_the_job_is_ready(
 def test_what_could_not_be_published_is_tried_again(
     node: Node, tmp_path: Path, torch: dict[str, str]
 ) -> None:
-    """The store failed when the job was ready, and is well again when it ends."""
+    """The store fails when the job is ready, and works again when it ends."""
     in_the_way, go = tmp_path / "store/snapshots", tmp_path / "go"
     script = (
         f"import sys; sys.argv[1:] = []\n{COMPILES}\nfrom pathlib import Path\n"
@@ -264,8 +264,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(node: Node, torch: dict[str, s
 def test_in_an_image_the_user_of_the_image_writes(
     node: Node, known_image: Image, tmp_path: Path
 ) -> None:
-    """The folder is the host's, so it outlives the container; its path there is the same on every
-    node."""
+    """The folder is the host's, so it outlives the container; its path there is fixed."""
     script = COMPILES.replace("TORCHINDUCTOR_CACHE_DIR", "X_CACHE_DIR")
     job = ("--image", known_image.source, "--keep", "/var/cache/x", "--")
     command = ("python3", "-c", script, "/var/cache/x")
@@ -281,7 +280,7 @@ def test_in_an_image_the_user_of_the_image_writes(
 def test_in_an_image_with_torch_the_path_is_the_same_everywhere(
     node: Node, image_root: Path, tmp_path: Path
 ) -> None:
-    """Nothing is named, and the image's user is another one than ours."""
+    """No option names a folder, and the image's user differs from ours."""
     shutil.copytree(image_root, tmp_path / "root", symlinks=True)
     (library,) = (tmp_path / "root").rglob("lib/python3.*/os.py")
     (library.parent / "site-packages/torch-9.9.9.dist-info").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a node knows of its caches, and what it forgets."""
+"""A node's record of its caches, and when it is dropped."""
 
 import os
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_a_folder_that_nobody_used_for_a_month_goes(
     assert forget_unused(tmp_path) == 0
     note_user(tmp_path, Path(used.folder), os.getpid())
     monkeypatch.setattr(records, "UNUSED_S", -1)
-    # One that a living process was given stays, however old it is.
+    # The record of a living process stays, however old it is.
     assert forget_unused(tmp_path) == 1
     assert not Path(old.folder).exists()
     assert Path(used.folder).is_dir()

@@ -1,4 +1,4 @@
-"""A real compiler: what TorchInductor made on one node spares another one its compiler."""
+"""A real compiler: TorchInductor's files from one node save another node its compiler."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ print(torch.compile(torch.nn.GELU())(torch.ones(2, 8)).sum().item())
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> Path:
-    """A compiler that notes what it is called for."""
+    """Return a compiler that logs its calls."""
     program, log = tmp_path / "bin/g++", tmp_path / "calls"
     program.parent.mkdir()
     real = shutil.which("g++")
@@ -32,7 +32,7 @@ def compiler(tmp_path: Path) -> Path:
 
 
 def compiled(log: Path) -> int:
-    """How often a library was made since the last time."""
+    """Return how often a library was compiled since the last call."""
     lines = log.read_text().splitlines() if log.exists() else []
     log.write_text("")
     return sum(" -shared " in f" {line} " for line in lines)

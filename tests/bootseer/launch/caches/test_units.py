@@ -1,4 +1,4 @@
-"""What of a cache belongs together, what is new, and what goes first."""
+"""Files of a cache that belong together, that are new, and that are removed first."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""`bootseer run --image`: indexed once, replayed elsewhere, as the image's user; and then gone."""
+"""`bootseer run --image`: indexed once, replayed elsewhere, as the image's user, then removed."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_recorded_once_and_replayed_on_another_node(
 
 
 def test_a_start_in_an_image_is_in_the_store(node: Node, image: Image) -> None:
-    """Said to be ready from inside, while it runs; and what its server notes when it is over."""
+    """The job inside reports that it is ready; at its end the server adds figures."""
     program = f"{STAGES}\nsys.stdin.read()"
     bind = f"{REPOSITORY}:/source:ro"
     job = ("--image", image.source, "--bind", bind, "--", "python3", "-c", program)
@@ -90,7 +90,7 @@ def test_a_start_in_an_image_is_in_the_store(node: Node, image: Image) -> None:
 
 
 def test_the_images_entrypoint_starts_the_command(node: Node, tmp_path: Path) -> None:
-    """As `docker run` has it."""
+    """`docker run` does the same."""
     layout = LayoutBuilder(tmp_path / "layout")
     entry = ["sh", "-c", 'echo entry "$@"; exec "$@"', "sh"]
     run = {"Entrypoint": entry, "Env": ["PATH=/usr/bin:/bin"]}
@@ -204,7 +204,7 @@ def test_kill_9_at_each_step(node: Node, shell_image: Image, tmp_path: Path) -> 
 
 
 def test_setup_and_checkpoint_inside(node: Node, known_image: Image, tmp_path: Path) -> None:
-    """As the image's root, before the job, which is an ordinary user, gets the result."""
+    """The set-up runs as root of the image, before the job, which is an ordinary user."""
     job = (
         *("--image", known_image.source, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
         *("--setup", "echo from-setup > env; echo ran; ls /ckpt"),
@@ -223,7 +223,7 @@ def test_setup_and_checkpoint_inside(node: Node, known_image: Image, tmp_path: P
 
 
 def test_a_setup_inside_is_linked_at_later_starts(node: Node, known_image: Image) -> None:
-    """Extracted once on the node; what a job writes goes with it."""
+    """The environment is extracted once on the node; a job's own files are removed with the job."""
     code = "import os; os.umask(0); os.mkdir('env'); open('env/file', 'w').write('from-setup\\n')"
     job = (
         *("--image", known_image.source, "--mode", "link", "--target", "/job/env"),
@@ -243,7 +243,7 @@ def test_a_setup_inside_is_linked_at_later_starts(node: Node, known_image: Image
 
 
 def test_a_setup_that_fails_inside(node: Node, known_image: Image, tmp_path: Path) -> None:
-    """The mounts of the host go, too, although the set-up was in a namespace of its own."""
+    """The mounts of the host are removed, too, although the set-up had a namespace of its own."""
     done = node.run(
         "run",
         *("--image", known_image.source, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
@@ -323,7 +323,7 @@ def test_the_timeline_is_the_images_users_to_write(node: Node, known_image: Imag
 
 
 def test_two_starts_at_once(node: Node, shell_image: Image, tmp_path: Path) -> None:
-    """Of one job on one node: each has its own mounts, both see the same folder."""
+    """Two starts of one job on one node have mounts of their own, and see the same folder."""
     ckpt = tmp_path / "ckpt"
     job = (
         *("--image", shell_image.source, "--checkpoint", f"{ckpt.as_uri()}:/ckpt", "--"),
@@ -342,7 +342,7 @@ def test_two_starts_at_once(node: Node, shell_image: Image, tmp_path: Path) -> N
 
 
 def test_a_killed_image_server_is_not_the_end(node: Node, known_image: Image) -> None:
-    """Its supervisor replaces it while the job reads."""
+    """The supervisor replaces the server while the job reads."""
     code = """
 import pathlib, time
 pathlib.Path("/out/up").touch()

@@ -1,4 +1,4 @@
-"""A set-up inside an image: what it changed is told by the layers of the image's root."""
+"""A set-up inside an image: the layers of the image's root tell its changes."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ print(json.dumps(found, sort_keys=True))
 
 
 def _package_in(image: Image) -> Path:
-    """Where a package of the standard library lies in the image."""
+    """Return the folder of a package of the standard library in the image."""
     (package,) = image.root.rglob("python3*/email")
     return Path("/") / package.relative_to(image.root)
 
@@ -114,7 +114,7 @@ def test_a_target_with_a_mount_inside_is_scanned(
 def test_runc_shows_what_was_mounted_below_the_root(
     node: Node, known_image: Image, tmp_path: Path, mode: str
 ) -> None:
-    """Environments, checkpoint folders and the timeline, to the image's user, who may write."""
+    """The image's user sees environments, checkpoint folders and the timeline, and may write."""
     code = "import os; os.umask(0); os.mkdir('env'); open('env/file', 'w').write('made\\n')"
     script = "cat env/file && echo job > env/new && cat env/new && echo x > /ckpt/$STEP"
     script += " && echo $BOOTSEER_TIMELINE && test -w $BOOTSEER_TIMELINE && echo $$"
@@ -134,7 +134,7 @@ def test_runc_shows_what_was_mounted_below_the_root(
 
 @pytest.mark.needs(programs=["runc"])
 def test_what_lingers_is_taken_over_by_the_next_container(node: Node, known_image: Image) -> None:
-    """Also after one whose runc was killed, of which nothing is left to run."""
+    """The next container also takes over after one whose runc was killed."""
     job = ("--image", known_image.source, "--runtime", "runc", "--linger", "10m", "--")
     waits = "import time; print('up', flush=True); time.sleep(600)"
     with node.start("run", *job, "python3", "-c", waits) as process:

@@ -1,4 +1,4 @@
-"""An image that nobody has indexed: started from what was pulled, published in the background."""
+"""An image without an index: started from the pulled layers, published in the background."""
 
 import io
 import tarfile
@@ -50,7 +50,7 @@ def test_no_index_leaves_the_store_as_it_is(node: Node, shell_image: Image, tmp_
 
 
 def test_on_layers_that_the_store_has(node: Node, known_image: Image, tmp_path: Path) -> None:
-    """One tree, some of whose files are fetched and some are here: the base, and a new top."""
+    """The tree has fetched files of the base and local files of a new top layer."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         archive.add(known_image.root, ".")
@@ -64,7 +64,7 @@ def test_on_layers_that_the_store_has(node: Node, known_image: Image, tmp_path: 
     assert (done.returncode, done.stdout) == (0, "300000 False\n"), done.stderr
     node.wait_clean()
     spans = node.spans()
-    # What was pulled is the top only; the base came as it was read.
+    # Only the top layer was pulled; files of the base came when they were read.
     pulled = int(attribute(spans["image pull"], "bootseer.bytes"))
     assert pulled == sum(
         layer.stat().st_size

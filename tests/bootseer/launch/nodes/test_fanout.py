@@ -1,4 +1,4 @@
-"""Whole starts whose nodes feed each other: four nodes at addresses of this machine, one store."""
+"""Whole starts with fan-out: four nodes at addresses of this machine, and one store."""
 
 import contextlib
 import secrets
@@ -44,7 +44,7 @@ JOB = (
 
 
 class FanoutNodes:
-    """Nodes that share a store, whose bytes are counted."""
+    """Nodes that share a store, which counts its bytes."""
 
     def __init__(self, base: Path, stack: contextlib.ExitStack) -> None:
         self.base = base
@@ -70,7 +70,7 @@ class FanoutNodes:
         ]
 
     def start(self, *words: object) -> None:
-        """Start all nodes at once, until nothing of the start is left."""
+        """Start all nodes at once, and wait until all processes of the start have ended."""
         started = [node.start("run", *words) for node in self.nodes]
         for process in started:
             _, said = process.communicate(timeout=60)
@@ -90,7 +90,7 @@ def site(tmp_path: Path) -> Iterator[FanoutNodes]:
 
 @pytest.fixture(scope="module")
 def recorded(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with the image, and the bundle of a start; not to be changed."""
+    """Return a store with the image and the bundle of a start; not to be changed."""
     base = tmp_path_factory.mktemp("recorded")
     with node_at(base / "node", (base / "store").as_uri()) as node:
         done = node.run("run", "--image", image.source, *JOB)
@@ -133,7 +133,7 @@ def test_image_and_environment_leave_the_store_once(
 def test_nodes_that_cannot_reach_each_other_read_the_store(
     site: FanoutNodes, image: Image, recorded: Path
 ) -> None:
-    """As where a firewall blocks the port: other addresses are told, at which nobody answers."""
+    """A firewall that blocks the port has the same effect as addresses where no node answers."""
     subprocess.run(["cp", "-a", recorded, site.store], check=True, timeout=60)
     (first, *_) = site.nodes
     done = first.run("run", "--image", image.source, *JOB)

@@ -1,4 +1,4 @@
-"""Who takes part in a start's fan-out, as its variables, files and store tell; and the secret."""
+"""Members of a start's fan-out, by its variables, files and store; and its secret."""
 
 import subprocess
 import sys

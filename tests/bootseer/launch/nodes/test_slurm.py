@@ -1,4 +1,4 @@
-"""Prolog and epilog of Slurm, without one; tests/clusters/slurm runs them on the real thing."""
+"""Prolog and epilog of Slurm, without Slurm; tests/clusters/slurm has a real one."""
 
 import os
 import re
@@ -73,7 +73,7 @@ def settings(tmp_path: Path) -> Settings:
 def mounts(
     tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, MountedCheckpoints]]:
-    """Checkpoint folders that were mounted in the jobs 1 and 2."""
+    """Yield checkpoint folders that were mounted in the jobs 1 and 2."""
     require("fuse")
     found = {}
     for job in ("1", "2"):
@@ -111,7 +111,7 @@ def test_a_jobs_mounts_are_taken_off_and_no_others(
 def test_what_lives_of_a_job_that_is_over_keeps_no_mount(
     tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch, over: str, is_ended: bool
 ) -> None:
-    """Slurm's daemons were killed, which would have killed it."""
+    """Slurm's daemons were killed, so that processes of the job survived it."""
     monkeypatch.setenv("SLURM_JOB_ID", "3")
     directory = tmp_path / "mounted"
     directory.mkdir()
@@ -132,8 +132,11 @@ def test_what_lives_of_a_job_that_is_over_keeps_no_mount(
 
 
 def _lines_of_a_job(folder: Path, **more: str) -> list[str]:
-    """Run prolog and epilog at once, with the configuration and the program of this folder, and
-    return the lines that they log, those of the prolog first."""
+    """Run prolog and epilog at once, with this folder's configuration and program.
+
+    Returns:
+        The lines that they log, those of the prolog first.
+    """
     text = SCRIPT.read_text().replace("/etc/bootseer/slurm.conf", str(folder / "conf"))
     log = folder / "log"
     (folder / "script").write_text(text.replace("/var/log/bootseer-slurm.log", str(log)))
@@ -184,7 +187,7 @@ def test_the_script_succeeds_whatever_bootseer_does(
 
 
 def _script_that_notes_its_end(folder: Path, say: str) -> Path:
-    """A program that says something before it does its work; the file that it makes then."""
+    """Write a program that runs the script `say`, then makes a file; return the epilog's file."""
     (folder / "bootseer").write_text(f"#!/bin/sh\n{say}\ntouch {folder}/done-$2\n")
     (folder / "bootseer").chmod(0o755)
     (folder / "conf").write_text(f"BOOTSEER={folder}/bootseer\n")
@@ -193,7 +196,7 @@ def _script_that_notes_its_end(folder: Path, say: str) -> Path:
 
 @_root_only
 def test_more_than_the_log_keeps_ends_nothing_early(tmp_path: Path) -> None:
-    """As where many files were being written, each of which is named: more than pipes hold."""
+    """A log line for each of many files is more than a pipe holds."""
     say = "n=0; while [ $n -lt 300 ]; do printf %1000d $n; n=$((n + 1)); done"
     end = _script_that_notes_its_end(tmp_path, say)
     assert all(len(line) < 2100 for line in _lines_of_a_job(tmp_path))
@@ -210,7 +213,7 @@ def test_a_log_that_cannot_be_written_keeps_nothing_undone(tmp_path: Path) -> No
 
 @_root_only
 def test_a_user_whose_cache_cannot_be_emptied_holds_up_no_epilog(tmp_path: Path) -> None:
-    """As where that user holds its locks."""
+    """A user may hold the cache's locks."""
     end = _script_that_notes_its_end(tmp_path, "[ $1 = slurm ] || { trap '' TERM; sleep 60; }")
     (tmp_path / "cache/bootseer-0").mkdir(parents=True)
     (tmp_path / "cache/bootseer-0/file").write_text("content")
@@ -224,7 +227,8 @@ def test_a_user_whose_cache_cannot_be_emptied_holds_up_no_epilog(tmp_path: Path)
 
 @_root_only
 def test_names_that_a_user_has_made_keep_no_cache_from_being_emptied(tmp_path: Path) -> None:
-    """More of them than a command takes; the longest unused cache comes first."""
+    """There are more names than a command's arguments can hold; the longest unused cache comes
+    first."""
     _script_that_notes_its_end(tmp_path, "[ $1 = slurm ] || exit 1")
     cache = tmp_path / "cache"
     cache.mkdir()
@@ -244,7 +248,7 @@ def test_names_that_a_user_has_made_keep_no_cache_from_being_emptied(tmp_path: P
 
 @_root_only
 def test_components_of_a_heterogeneous_job_are_one_job(tmp_path: Path) -> None:
-    """Slurm tells their tasks the number of the first component, and each epilog its own."""
+    """Slurm gives their tasks the number of the first component, and each epilog its own."""
     _script_that_notes_its_end(tmp_path, "echo it is $SLURM_JOB_ID")
     assert all("it is 6" in one for one in _lines_of_a_job(tmp_path, SLURM_HET_JOB_ID="6"))
 

@@ -1,4 +1,4 @@
-"""Which start a launch is, where a scheduler says it and where nobody does."""
+"""The submission that a launch belongs to, with and without a scheduler."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ _CLEAR = ("SLURM", "TORCHELASTIC", "BOOTSEER", "TRACEPARENT", "RANK", "PET_", "M
 def _begin(
     folder: Path, node: str, command: Sequence[str] = ("true",), **variables: str
 ) -> "subprocess.Popen[bytes]":
-    """A start on one of the nodes whose files are below `folder`."""
+    """Begin a start on one of the nodes whose files are below `folder`."""
     environ = {
         **{name: value for name, value in os.environ.items() if not name.startswith(_CLEAR)},
         "BOOTSEER_TIMELINE_DIR": str(folder / "timelines"),
@@ -35,7 +35,7 @@ def _begin(
 
 
 def _run(folder: Path, *nodes: str, command: Sequence[str] = ("true",), **variables: str) -> None:
-    """A start on several nodes at once."""
+    """Run a start on several nodes at once."""
     for one in [_begin(folder, node, command, **variables) for node in nodes]:
         _, said = one.communicate(timeout=100)
         assert one.returncode == 0, said
@@ -47,7 +47,7 @@ def _stages(folder: Path) -> list[Stage]:
 
 
 def _submissions(folder: Path) -> dict[str, set[str]]:
-    """The nodes of each submission."""
+    """Return the nodes of each submission."""
     found: dict[str, set[str]] = {}
     for stage in _stages(folder):
         name = str(stage.resource.get("bootseer.submission", ""))

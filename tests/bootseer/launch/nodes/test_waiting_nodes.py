@@ -1,4 +1,4 @@
-"""Nodes that wait for another one's set-up: the report says for whom."""
+"""Nodes that wait for another node's set-up: the report names that node."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A job that changes between its starts on one node: only the stage that changed does anything."""
+"""A job that changes between its starts on one node: only changed stages do any work."""
 
 import shutil
 from typing import Any
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 class _Job:
-    """A program, its requirements, wheels that a real pip installs, and a checkpoint folder."""
+    """Program with requirements, wheels that a real pip installs, and a checkpoint folder."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -23,7 +23,7 @@ class _Job:
         self.checkpoint = node.base.parent / "ckpt"
 
     def add(self, name: str, version: str) -> None:
-        """One more package."""
+        """Add a package to the requirements."""
         make_wheel(self.wheels, name, version, {f"{name}.py": f"VERSION = {version!r}\n"})
         with (self.node.base / "requirements.txt").open("a") as file:
             file.write(f"{name}=={version}\n")
@@ -35,7 +35,7 @@ class _Job:
         )
 
     def save(self, step: int) -> None:
-        """A checkpoint, by the job of another node."""
+        """Save a checkpoint, as the job would on another node."""
         with_mount = ("--checkpoint", f"{self.checkpoint.as_uri()}:{self.node.base}/other")
         line = f"mkdir other/step-{step} && echo {step} > other/step-{step}/weights"
         done = self.node.run(
@@ -44,7 +44,7 @@ class _Job:
         assert done.returncode == 0, done.stderr
 
     def start(self) -> tuple[list[str], tuple[Any, Any], float]:
-        """What it prints, how its stages were done, and bytes that the environment moved."""
+        """Return the output, how the stages were done, and the bytes that the environment moved."""
         setup = (
             "python3 -m pip install --quiet --no-index --find-links wheels --target packages "
             "--upgrade -r requirements.txt"
@@ -87,5 +87,5 @@ def test_code_a_package_and_a_checkpoint(job: _Job) -> None:
     assert lines == ["1.0 2.0", "['step-1', 'step-2']"]
     assert environment.startswith("changed: ")
     assert checkpoint == "live"
-    # And then that is what is there.
+    # From then on, that is the environment.
     assert job.start() == (lines, ("in place", "live"), 0.0)

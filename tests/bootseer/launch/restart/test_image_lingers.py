@@ -1,5 +1,7 @@
-"""`bootseer run --image --linger`: the image's tree is live for the job's next start on the node;
-what a container wrote is not."""
+"""`bootseer run --image --linger` keeps the image's tree mounted for the job's next start.
+
+The files that a container wrote are removed.
+"""
 
 import io
 import json
@@ -71,7 +73,7 @@ class _Job:
             os.close(process)
 
     def written(self) -> list[Path]:
-        """Folders for what containers write."""
+        """Return the folders for files that containers write."""
         return list((self.node.base / "cache/containers").glob("*/*-*"))
 
     def end(self) -> None:
@@ -107,7 +109,7 @@ def test_it_ends_by_itself(job: _Job) -> None:
 
 
 def test_what_is_left_of_a_job_keeps_what_it_writes(job: _Job) -> None:
-    """Its container is over when the last process is."""
+    """The container ends with its last process."""
     said = job.node.base.parent / "said"
     said.mkdir(mode=0o777)
     said.chmod(0o777)
@@ -126,7 +128,7 @@ def test_what_is_left_of_a_job_keeps_what_it_writes(job: _Job) -> None:
 
 
 def test_another_mount_namespace_does_not_keep_it(job: _Job) -> None:
-    """One that was made meanwhile, with all mounts of the host, and lives on."""
+    """The namespace was made meanwhile, with all mounts of the host, and lives on."""
     job.start("true")
     (entry,) = job.served("container")
     with subprocess.Popen(["unshare", "--mount", "sleep", "600"]) as other:
@@ -182,7 +184,7 @@ def test_the_job_keeps_its_image_when_the_lingering_process_is_killed(job: _Job)
 
 
 def test_two_jobs_of_one_image_at_once(job: _Job) -> None:
-    """What one of them uses is not taken over; what lingers afterwards is, by whichever comes."""
+    """A tree in use is not taken over; one that lingers afterwards is, by either job."""
     line = ": > /ckpt/up; read x; ls /tmp"
     variables = {"BOOTSEER_JOB": "other"}
     command = (*job.options(), "--", "sh", "-c")
@@ -200,7 +202,7 @@ def test_two_jobs_of_one_image_at_once(job: _Job) -> None:
 
 
 def test_another_users_start_has_its_own(job: _Job) -> None:
-    """Nobody acts upon what another user's server says of itself."""
+    """A start does not rely on the statements of another user's server."""
     job.start("true")
     server = job.server()
     (state,) = (one.parent / "state.json" for one in job.node.base.glob("run/mounts/*/root"))
@@ -220,7 +222,7 @@ def test_another_users_start_has_its_own(job: _Job) -> None:
 def test_what_lingers_gives_way_where_memory_is_limited(
     node: Node, shell_image: Image, tmp_path: Path
 ) -> None:
-    """Pages of an image are the kernel's, which takes them back: nobody is killed for them."""
+    """The kernel takes back pages of an image, and kills no process for them."""
     base = io.BytesIO()
     with tarfile.open(fileobj=base, mode="w", format=tarfile.PAX_FORMAT) as archive:
         archive.add(shell_image.root, ".")

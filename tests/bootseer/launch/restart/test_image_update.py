@@ -1,4 +1,4 @@
-"""A new image for what lingers: only the image stage runs, and only what is new is fetched."""
+"""A new image after one that lingers: only the image stage runs, and fetches only new layers."""
 
 import io
 import json
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 class _Tag:
-    """A tag in a real registry, which images of more and more layers are pushed to."""
+    """Tag in a real registry, to which images with more and more layers are pushed."""
 
     def __init__(self, registry: Registry, relay: FaultyRelay, folder: Path, base: Image) -> None:
         buffer = io.BytesIO()
@@ -33,7 +33,7 @@ class _Tag:
         self.source = ""
 
     def push(self, version: str, tag: str = "train") -> int:
-        """With one more layer; its size."""
+        """Push the image with one more layer; return the layer's size."""
         top = tar_of(
             [
                 Member("version", data=version.encode()),
@@ -49,7 +49,7 @@ class _Tag:
         return len(top)
 
     def fetched_bytes(self) -> int:
-        """Of layers, by the requests that came since the last look."""
+        """Return the bytes of layers that were requested since the last call."""
         sizes = {digest(layer): len(layer) for layer in self._layers}
         seen, self._relay.seen = self._relay.seen, []
         names = [one.path.rpartition("/")[2] for one in seen if one.method == "GET"]
@@ -57,7 +57,7 @@ class _Tag:
 
 
 def _start(node: Node, tag: _Tag) -> tuple[str, str, str, int]:
-    """What it prints, how its stages were done, and bytes of layers that were fetched."""
+    """Return the output, how the stages were done, and the bytes of layers that were fetched."""
     checkpoint = f"{(node.base.parent / 'ckpt').as_uri()}:/ckpt"
     options = ("--image", tag.source, "--checkpoint", checkpoint, "--linger", "10m")
     done = node.run("run", *options, "--", "cat", "/version")
@@ -99,7 +99,7 @@ def test_a_new_layer_under_the_same_tag_and_another(
 def test_an_environment_belongs_to_its_image(
     node: Node, shell_image: Image, registry: Registry, relay: FaultyRelay, tmp_path: Path
 ) -> None:
-    """It is live in the same one, and set up once more in a new one, whose files it may be of."""
+    """The environment stays mounted with the same image, and is set up once more in a new one."""
     tag = _Tag(registry, relay, tmp_path / "images", shell_image)
     setup = ("--setup", "cat /version > /env/version", "--target", "/env")
 

@@ -1,4 +1,4 @@
-"""`bootseer run --linger`: what a job had is live for its next start on the node, and only then."""
+"""`bootseer run --linger` keeps mounts for the job's next start on the node, and for no other."""
 
 import json
 import os
@@ -25,7 +25,7 @@ SHOW = "cat env/x; ls mnt"
 
 @pytest.fixture
 def one(node: Node) -> Node:
-    """A node for which the store has the environments "a" and "b", at a place where nothing is."""
+    """Return a node whose store has the environments "a" and "b"; neither is on the node."""
     require("mount", "fuse")
     for text in ("a", "b"):
         assert node.run("run", *_setup(text), "--", "true").returncode == 0
@@ -108,7 +108,7 @@ def test_the_next_start_finds_all_live(one: Node) -> None:
 
 
 def test_a_start_that_mounts_nothing_lets_go_of_all(one: Node) -> None:
-    """What lingered of the job kept its memory until its time was over."""
+    """Lingering mounts of the job once kept their memory until their time was over."""
     _start(one, "true")
     assert _servers(one) != []
     assert one.run("run", "--", "true").returncode == 0

@@ -1,4 +1,4 @@
-"""`bootseer standby`: what a start needs is mounted before it, and gone where none comes."""
+"""`bootseer standby` mounts the inputs of a start before it, and unmounts them if none comes."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ mount --rbind "$0" /dev && exec "$@"
 
 @pytest.fixture
 def one(node: Node) -> Node:
-    """A node for which the store has the environment, and whose checkpoint folder has a file."""
+    """Return a node whose store has the environment, and whose checkpoint folder has a file."""
     require("mount", "fuse")
     assert node.run("run", *_options(node), "--", "sh", "-c", "echo 1 > mnt/step-1").returncode == 0
     node.wait_clean()
@@ -87,7 +87,7 @@ def test_it_is_let_go_when_that_is_asked_for_and_by_itself(one: Node) -> None:
 
 
 def test_killed_at_each_step(one: Node) -> None:
-    """The next start finds what it needs, or makes it; nothing of it stays for ever."""
+    """The next start finds its inputs, or makes them; none of the killed one's stay for ever."""
     steps = ("nothing yet", "its timeline", "an environment", "a server", "a mount")
     for step in (*steps, "the process that lingers"):
         with _standby(one, *_options(one), "--for", "10m") as process:
@@ -100,7 +100,7 @@ def test_killed_at_each_step(one: Node) -> None:
 
 
 def test_without_fuse_a_start_is_an_ordinary_one(one: Node) -> None:
-    """It has its environment, extracted, and one line says why it is not mounted."""
+    """The environment is extracted, and one line says why it is not mounted."""
     devices = one.base.parent / "devices"
     devices.mkdir()
     unshare = ("unshare", "--mount", "--propagation", "private")
@@ -112,7 +112,7 @@ def test_without_fuse_a_start_is_an_ordinary_one(one: Node) -> None:
     assert one.mounts() == []
     code, out, err = _done(one, "--status", prefix=prefix)
     assert (code, "attendant" in out) == (0, True), err
-    # What is there already is left as it is; what is not comes likewise.
+    # An environment that is there already stays as it is; a missing one is mounted.
     for number in range(2):
         words = (*environment, "--linger", "10m", "--", "cat", "env/x")
         started = one.run("run", *words, prefix=prefix)

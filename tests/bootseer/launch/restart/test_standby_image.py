@@ -1,4 +1,4 @@
-"""`bootseer standby --image`: the tree, its pages and what a container gets are there before it."""
+"""`bootseer standby --image`: tree, pages and container files are there before the start."""
 
 import re
 import subprocess
@@ -38,7 +38,7 @@ def _done(node: Node, *words: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def one(node: Node, known_image: Image) -> Node:
-    """A node whose store has the image, a record of its start, and the environment in it."""
+    """Return a node whose store has the image, a record of its start, and the environment in it."""
     require("mount", "fuse")
     done = node.run("run", *_options(node, known_image), "--", "sh", "-c", "echo 1 > /ckpt/step-1")
     assert done.returncode == 0, done.stderr
@@ -81,7 +81,7 @@ def test_it_is_let_go(one: Node, known_image: Image) -> None:
 
 
 def test_killed_at_each_step(one: Node, known_image: Image) -> None:
-    """The next start finds what it needs, or makes it; nothing of it stays for ever."""
+    """The next start finds its inputs, or makes them; none of the killed one's stay for ever."""
     options = _options(one, known_image)
     for step in ("a server", "a mount", "an environment", "the process that lingers"):
         with _standby(one, *options, "--for", "10m") as process:
@@ -93,7 +93,7 @@ def test_killed_at_each_step(one: Node, known_image: Image) -> None:
 
 
 def test_imports_are_not_held_for_an_image(one: Node, known_image: Image) -> None:
-    """One line, and the ordinary start."""
+    """The start says so in a line, and is an ordinary one."""
     line = "bootseer: warning: workers start without a preloader: it needs"
     program = ("--", "python3", "-c", "print('up')")
     code, _, err = _done(one, "--image", known_image.source, "--preload", *program)
