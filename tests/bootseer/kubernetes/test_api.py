@@ -1,4 +1,4 @@
-"""The client of the API server: an answer that drips ends by the deadline of its request."""
+"""Client of the API server: an answer that trickles ends by the deadline of its request."""
 
 import socket
 import ssl

@@ -1,4 +1,4 @@
-"""Timelines of pods that a node's daemons publish."""
+"""Publication of pods' timelines by a node's daemons."""
 
 import threading
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A real spawner, and what it starts: servers outlive the container of who asked for them."""
+"""Servers that a real spawner starts outlive the container of the process that asked for them."""
 
 import contextlib
 import hashlib
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.needs("mount")
 def running(
     run_dir: Path, address: Path, *options: str, prefix: Sequence[str] = ()
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """A spawner, until it has ended all that it started."""
+    """Yield a spawner; at the end, wait until it has ended all of its servers."""
     command = [*prefix, sys.executable, "-m", "bootseer", "--run-dir", str(run_dir)]
     process = subprocess.Popen(
         [*command, "kubernetes", "spawner", "--address", str(address), *options], cwd=REPOSITORY
@@ -132,7 +132,7 @@ def test_what_is_no_request_is_refused(tmp_path: Path, address: Path) -> None:
 
 
 def _answer(address: Path, data: bytes, fd_count: int) -> bytes:
-    """What the spawner says to a request with so many files."""
+    """Return the spawner's answer to a request with `fd_count` files."""
     with (
         Path(os.devnull).open("r+b") as null,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
@@ -179,7 +179,7 @@ def test_without_a_spawner_servers_are_forked_with_one_warning(
 def test_a_spawner_of_another_protocol_is_asked_for_nothing(
     tmp_path: Path, address: Path, settings: Settings
 ) -> None:
-    """After an upgrade, until the node is drained: as without a spawner, and it says why."""
+    """After an upgrade, a node works without its spawner until it is drained, with a warning."""
     with running(tmp_path / "run", address) as spawner:
         folder = _made(tmp_path / "mount")
         protocol = exchange.PROTOCOL + 1
@@ -193,19 +193,18 @@ def test_a_spawner_of_another_protocol_is_asked_for_nothing(
 
 
 class _Mounted(NamedTuple):
-    """What a process has seen that mounted folders one after the other."""
+    """Observations of a process that mounted folders one after the other."""
 
     parents: list[int]
-    """Of the servers."""
+    """Parents of the servers."""
     said: list[str]
-    """The warnings about the spawner."""
+    """Warnings about the spawner."""
 
 
 def _mounted_elsewhere(
     settings: Settings, url: str, *folders: Path, protocol: int = exchange.PROTOCOL
 ) -> _Mounted:
-    """Mount the storage in a process of its own: each says only once that it does without a
-    spawner."""
+    """Mount the storage in a process of its own, since a process warns of the spawner only once."""
     what = json.dumps([protocol, to_builtins(settings), url, list(map(str, folders))])
     done = subprocess.run(
         [sys.executable, "-c", _MOUNT, what],
@@ -248,15 +247,17 @@ def test_a_spawner_asked_in_another_protocol_says_its_own(tmp_path: Path, addres
 
 
 def test_plans_of_this_protocol_have_these_members() -> None:
-    """Servers of the release before read them: where one of these changes, raise PROTOCOL, and
-    note the new digest here. Members that have a default may come and go."""
+    """Servers of the previous release read plans: where one of these changes, raise PROTOCOL.
+
+    Then put the new digest here. Members with a default may be added and removed.
+    """
     needed = sorted(_needed(exchange.SpawnRequest) | _needed(ServePlan) | _needed(CheckpointPlan))
     digest = hashlib.sha256("\n".join(needed).encode()).hexdigest()[:16]
     assert (exchange.PROTOCOL, digest) == (1, "bff9797bb17c2e0a"), needed
 
 
 def _needed(struct: type[msgspec.Struct]) -> set[str]:
-    """The members without which a struct, and those in it, cannot be read."""
+    """Return the members without which a struct, and those in it, cannot be read."""
     found = set()
     for field in msgspec.structs.fields(struct):
         if field.required:

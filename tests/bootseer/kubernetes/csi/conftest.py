@@ -1,4 +1,4 @@
-"""A kubelet's folder with a real driver: what a kubelet does with it, and what it leaves behind."""
+"""Stand-in of a kubelet, with a real CSI driver."""
 
 import contextlib
 import os
@@ -37,11 +37,15 @@ CAPABILITY = {"mount": {}, "access_mode": {"mode": 5}}
 
 
 class Kubelet(Closing):
-    """A node's kubelet, as far as the driver sees it, until closed."""
+    """Kubelet of a node as the driver sees it, until closed."""
 
     def __init__(self, *options: str, in_container: bool = False, deadline_s: float = 5.0) -> None:
-        """`in_container`: the driver has a mount namespace of its own, to and from which mounts in
-        this folder are propagated (`Bidirectional`)."""
+        """Make the folders and start the driver.
+
+        Args:
+            in_container: Whether the driver has a mount namespace of its own, with mounts in this
+                folder propagated both ways (`Bidirectional`).
+        """
         require("root", "fuse")
         # A socket's path must be short.
         self.base = Path(tempfile.mkdtemp(prefix="csi-", dir="/tmp"))
@@ -83,23 +87,23 @@ class Kubelet(Closing):
         self.driver.wait(TIMEOUT_S)
 
     def restart(self, sign: signal.Signals = signal.SIGKILL) -> None:
-        """Another driver, as after an upgrade or a crash."""
+        """Replace the driver by another one, as after an upgrade or a crash."""
         self.stop(sign)
         self.driver = self.start_driver()
 
     def log(self) -> str:
-        """What the driver has said."""
+        """Return the driver's log."""
         return (self.base / "driver.log").read_text()
 
     @property
     def socket(self) -> Path:
-        """The driver's socket."""
+        """Path of the driver's socket."""
         return self.folder / "plugins/csi.bootseer.io/csi.sock"
 
     def call(
         self, method: str, service: str = NODE, path: Path | None = None, **fields: Any
     ) -> Any:
-        """One call. Raises: grpc.RpcError."""
+        """Make a call of the driver. Raises: grpc.RpcError."""
         request, response = METHODS[service][method]
         with grpc.insecure_channel(f"unix:{path or self.socket}") as channel:
             caller = channel.unary_unary(
@@ -110,14 +114,14 @@ class Kubelet(Closing):
             return caller(MESSAGES[request](**fields), timeout=TIMEOUT_S)
 
     def answers(self) -> bool:
-        """Whether the driver answers."""
+        """Return whether the driver answers."""
         try:
             return bool(self.call("Probe", IDENTITY).ready.value)
         except grpc.RpcError:
             return False
 
     def target(self, pod: str) -> Path:
-        """Where a pod's volume is to be; its parent is the kubelet's work."""
+        """Return the path of a pod's volume; the kubelet makes its parent."""
         path = self.folder / f"pods/{pod}/volumes/kubernetes.io~csi/data/mount"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -130,7 +134,7 @@ class Kubelet(Closing):
         readonly: bool = False,
         secrets: Mapping[str, str] | None = None,
     ) -> Path:
-        """Have a volume for a pod. Raises: grpc.RpcError."""
+        """Publish a volume for a pod. Raises: grpc.RpcError."""
         target = self.target(pod)
         self.call(
             "NodePublishVolume",
@@ -144,28 +148,28 @@ class Kubelet(Closing):
         return target
 
     def let_others_in(self) -> None:
-        """Let processes of other users reach the targets, as containers do."""
+        """Let processes of other users reach the targets, as a container's do."""
         for path in (self.base, *(self.folder / "pods").rglob("kubernetes.io~csi/*")):
             for part in (path, *path.parents):
                 if part.is_relative_to(self.base):
                     part.chmod(0o755)
 
     def unpublish(self, pod: str) -> None:
-        """Take a pod's volume off. Raises: grpc.RpcError."""
+        """Unpublish a pod's volume. Raises: grpc.RpcError."""
         target = str(self.target(pod))
         self.call("NodeUnpublishVolume", volume_id=f"csi-{pod}", target_path=target)
 
     def stats(self, pod: str) -> Any:
-        """What the driver says of a pod's volume. Raises: grpc.RpcError."""
+        """Return the driver's statistics of a pod's volume. Raises: grpc.RpcError."""
         target = str(self.target(pod))
         return self.call("NodeGetVolumeStats", volume_id=f"csi-{pod}", volume_path=target)
 
     def servers(self) -> list[MountState]:
-        """The servers of this node, the oldest first."""
+        """Return the servers of this node, the oldest first."""
         return [state for _, state in live_mounts(self.settings.run_dir)]
 
     def kill_servers(self, *, only_worker: bool = False) -> None:
-        """kill -9 of all servers, or of the workers that they start again."""
+        """Kill all servers by SIGKILL, or only the workers, which the servers start again."""
         for server in self.servers():
             children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
             for pid in [*([] if only_worker else [server.pid]), *map(int, children)]:
@@ -175,12 +179,12 @@ class Kubelet(Closing):
             wait_for(lambda: not self.servers())
 
     def mounted(self) -> list[Path]:
-        """What is mounted below the kubelet's folder."""
+        """Return the mount points below the kubelet's folder."""
         paths = [Path(point.path.decode()) for point in mount_table.mount_points()]
         return [path for path in paths if path.is_relative_to(self.folder)]
 
     def make_environment(self, name: str, files: Mapping[str, bytes]) -> Path:
-        """A snapshot of a directory with these files; the directory."""
+        """Publish a snapshot of a directory with these files; return the directory."""
         directory = self.base / "made" / name
         for path, data in files.items():
             (directory / path).parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +193,7 @@ class Kubelet(Closing):
         return directory
 
     def close(self) -> None:
-        """End everything."""
+        """End the driver and all servers."""
         if self.driver.poll() is None:
             self.stop()
         self._end_servers()
@@ -203,7 +207,7 @@ class Kubelet(Closing):
             servers = self.servers()
             if not servers:
                 return
-            # Again and again: a server that a driver began just before its end mounts after that.
+            # Repeatedly: a server that a driver started just before its end mounts after that.
             for path in reversed(self.mounted()):
                 with contextlib.suppress(BootseerError):
                     detach(path, lazy=True)
@@ -225,20 +229,20 @@ def _environment(settings: Settings) -> dict[str, str]:
 
 @pytest.fixture
 def kubelet() -> Iterator[Kubelet]:
-    """A node with a driver that lets checkpoint volumes lie anywhere remote."""
+    """Yield a node with a driver that allows checkpoint volumes at any remote address."""
     with Kubelet() as started:
         yield started
 
 
 @pytest.fixture
 def local(tmp_path: Path) -> Iterator[Kubelet]:
-    """A node whose checkpoint volumes lie in a folder of the test's."""
+    """Yield a node whose checkpoint volumes are in a folder of the test's."""
     with Kubelet("--source", (tmp_path / "stored").as_uri()) as started:
         yield started
 
 
 def refused(call: Any, *arguments: Any, **fields: Any) -> tuple[grpc.StatusCode, str]:
-    """The status and the sentence of a call that must fail."""
+    """Return the status and the sentence of a call that must fail."""
     with pytest.raises(grpc.RpcError) as caught:
         call(*arguments, **fields)
     return caught.value.code(), str(caught.value.details())

@@ -1,5 +1,7 @@
-"""The identity and node cases of the published conformance suite of CSI drivers (csi-sanity 4.2),
-written out: each test has the name of the case."""
+"""Identity and node cases of the conformance suite of CSI drivers (csi-sanity 4.2).
+
+Each test has the name of the case that it carries out.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +19,7 @@ INVALID, MISSING = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 
 @pytest.fixture(scope="module")
 def kubelet() -> Iterator[Kubelet]:
-    """One for all cases; those that publish take off what they have published."""
+    """Yield one kubelet for all cases; a case that publishes also unpublishes."""
     with Kubelet() as started:
         started.make_environment("torch", {"a": b"a"})
         yield started

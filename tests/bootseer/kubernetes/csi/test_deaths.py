@@ -1,4 +1,4 @@
-"""Drivers, servers and machines that die under volumes, and what pods, kubelets and storage see."""
+"""Deaths of drivers, servers and machines with volumes, as pods, kubelets and storage see them."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def _kept(tmp_path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A pod's process that has written to a file and holds it open."""
+    """Yield a pod's process that has written to a file and holds it open."""
     code = "import sys; f = open(sys.argv[1], 'wb', 0); f.write(b'x' * 2**23); print(1, flush=True)"
     code += "; sys.stdin.read(1); f.close()"
     process = subprocess.Popen(
@@ -99,7 +99,7 @@ def test_volumes_outlive_the_drivers_container(
 def test_driver_spawner_and_node_have_mount_namespaces_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in pods: what is mounted or unmounted in one of them is so in all."""
+    """A mount or unmount in one of them is propagated to all, as with pods."""
     monkeypatch.setenv(SPAWNER, str(tmp_path / "spawner.sock"))
     with Kubelet("--source", (tmp_path / "stored").as_uri(), in_container=True) as node:
         node.make_environment("torch", {"a": b"a"})
@@ -148,7 +148,7 @@ def test_a_volume_whose_server_was_killed_is_mended(local: Kubelet, tmp_path: Pa
 def test_a_volume_that_cannot_be_mended_yet_shows_no_folder_of_the_node(
     local: Kubelet, tmp_path: Path
 ) -> None:
-    """A trainer would save to it."""
+    """A trainer would otherwise save to that folder."""
     kept = local.publish("a", _kept(tmp_path))
     local.stop()
     local.kill_servers()
@@ -200,7 +200,7 @@ def test_a_machine_that_starts_again_has_the_volumes_that_are_asked_for_again(
 
 
 def test_unpublish_waits_for_what_is_being_written(local: Kubelet, tmp_path: Path) -> None:
-    """A process of a pod that is not gone yet: the kubelet has to ask again."""
+    """While a process of the pod still writes, the kubelet must ask again."""
     kept = local.publish("a", _kept(tmp_path))
     with writing(kept / "step") as writer:
         code, said = refused(local.unpublish, "a")

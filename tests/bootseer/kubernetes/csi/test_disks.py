@@ -1,4 +1,4 @@
-"""Volumes of a node whose disk is full, or changes what it was given: right bytes, or an error."""
+"""Volumes of a node whose disk is full or damaged: right bytes, or an error."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ _IMAGE = {"kind": "image", "image": "data:1"}
 
 
 def contents() -> dict[str, bytes]:
-    """Files that do not compress, each of two megabytes."""
+    """Return files that do not compress, each of two megabytes."""
     return {
         f"part-{number}": b"".join(
             hashlib.sha256(f"{number} {place}".encode()).digest() for place in range(65536)
@@ -32,7 +32,7 @@ def contents() -> dict[str, bytes]:
 
 @pytest.fixture
 def wanted(local: Kubelet, tmp_path: Path) -> list[str]:
-    """The digests of the files of an image that is indexed, of which the node has nothing."""
+    """Return the digests of files that the node lacks, of an indexed image."""
     files = contents()
     members = [Member(name, data=data) for name, data in files.items()]
     write_layout(tmp_path / "layout", [members])
@@ -48,7 +48,7 @@ def read(target: Path) -> list[str]:
 
 @contextmanager
 def full_disk(folder: Path) -> Iterator[None]:
-    """A file system of some kilobytes in the place of a folder."""
+    """Mount a file system of some kilobytes on the folder."""
     options = "size=256k,mode=700"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)
     try:
@@ -81,7 +81,7 @@ def test_a_full_disk_costs_a_pod_no_byte(local: Kubelet, wanted: list[str], tmp_
 def test_what_the_disk_changes_while_a_pod_reads_reaches_it_not(
     local: Kubelet, wanted: list[str]
 ) -> None:
-    """A server compares what it has from the disk when it first uses it."""
+    """A server verifies content from the disk when it first uses it."""
     assert read(local.publish("a", _IMAGE)) == wanted
     local.kill_servers()
     target = local.publish("b", _IMAGE)
@@ -96,7 +96,7 @@ def test_what_the_disk_changes_while_a_pod_reads_reaches_it_not(
 
 
 def flip(cache: Path, from_byte: int) -> int:
-    """Change a byte of every page of each file that holds content, from there on; how many."""
+    """Change a byte of every page from `from_byte` on of each content file; return their number."""
     count = 0
     for path in cache.rglob("data"):
         with path.open("r+b", buffering=0) as file:
@@ -107,7 +107,7 @@ def flip(cache: Path, from_byte: int) -> int:
 
 
 def test_a_private_layer_larger_than_the_disk_is_refused(kubelet: Kubelet) -> None:
-    """A file system that the disk cannot hold would lie in memory."""
+    """A layer that the disk cannot hold would be in memory."""
     kubelet.make_environment("torch", {"a": b"a"})
     context = {"kind": "environment", "environment": "torch", "writable": "true", "size": "4000TiB"}
     code, said = refused(kubelet.publish, "a", context)

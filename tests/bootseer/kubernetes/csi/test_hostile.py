@@ -1,4 +1,4 @@
-"""What pods may not ask for: attributes, targets and secrets are not believed."""
+"""Hostile attributes, targets and secrets of pods are refused."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -163,7 +163,7 @@ def test_secrets_are_not_mixed_with_the_nodes_own() -> None:
 
 @pytest.mark.needs("mount", "fuse")
 def test_a_folder_of_the_node_is_no_image(kubelet: Kubelet) -> None:
-    """Names with a slash are looked up in the working directory, by commands."""
+    """A command looks up names with a slash in its working directory."""
     assert Path("tests/bootseer").is_dir()
     code, _ = refused(kubelet.publish, "a", {"kind": "image", "image": "tests/bootseer"})
     assert code is grpc.StatusCode.NOT_FOUND
@@ -171,7 +171,7 @@ def test_a_folder_of_the_node_is_no_image(kubelet: Kubelet) -> None:
 
 @pytest.mark.needs("mount", "fuse")
 def test_publishes_that_wait_leave_room_for_other_calls() -> None:
-    """With 16 of them, none was left for what takes volumes off, and none for the probe."""
+    """With 16 of them there was no thread left to unpublish, or for the probe."""
     with (
         Kubelet(deadline_s=2 * TIMEOUT_S) as kubelet,
         ThreadPoolExecutor(20) as pods,

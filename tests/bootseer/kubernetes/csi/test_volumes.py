@@ -1,4 +1,4 @@
-"""Volumes of the three kinds, published and taken off by a real driver."""
+"""Volumes of the three kinds, published and unpublished by a real driver."""
 
 import os
 import signal
@@ -88,7 +88,7 @@ def test_an_environment_is_shared_or_has_a_private_layer_of_its_size(kubelet: Ku
 
 
 def test_a_pod_that_is_not_root_writes_to_an_environment_of_its_own(kubelet: Kubelet) -> None:
-    """What is captured is mostly root's."""
+    """Most captured files are root's."""
     kubelet.make_environment("torch", {"lib/a.py": b"a = 1\n"})
     context = {"kind": "environment", "environment": "torch", "writable": "true", "uid": "1000"}
     mine, other = kubelet.publish("a", context), kubelet.publish("b", {**context, "uid": "1001"})

@@ -1,4 +1,4 @@
-"""The installer on a real containerd: each version that can be had, with the folders of a node."""
+"""The installer on each version of containerd here, with the folders of a node."""
 
 import contextlib
 import json
@@ -64,7 +64,7 @@ fi
 
 
 class Machine:
-    """A node with a containerd that is started again when it ends."""
+    """Node with a containerd that is started again when it ends."""
 
     def __init__(self, base: Path, folder: Path) -> None:
         self.base, self.folder = base, folder
@@ -122,7 +122,7 @@ def folder_of(suite: str) -> Path:
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """A socket's path must be short."""
+    """Yield a folder with a short path, as a socket's must be."""
     with tempfile.TemporaryDirectory(prefix="node-") as name:
         yield Path(name)
 
@@ -170,7 +170,7 @@ def test_our_lines_are_loaded_and_leave_no_trace(machine: Machine, config: str |
 
 @pytest.mark.parametrize("target", ["/etc/containerd/site/a.toml", "site/a.toml"])
 def test_a_link_to_the_file_stays_a_link(machine: Machine, target: str) -> None:
-    """An absolute one is the node's: no such folder is here."""
+    """An absolute link is the node's, whose folder does not exist here."""
     kept = machine.config.with_name("site") / "a.toml"
     kept.parent.mkdir()
     kept.write_text(NODE)
@@ -223,7 +223,7 @@ def test_what_others_write_in_between_stays(machine: Machine) -> None:
 def test_a_start_that_was_cut_off_is_made_up_for(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed between the file and the restart: the next start restarts, and changes nothing."""
+    """After a kill between file and restart, the next start restarts, and changes no file."""
     daemon = machine.start(NODE)
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -340,7 +340,7 @@ print(json.dumps(found))
 
 
 def left_by_kills(machine: Machine, what: str, *words: str) -> list[str]:
-    """The configuration after each kill, from the first step to the last."""
+    """Return the configuration after each kill, from the first step to the last."""
     paths = (machine.socket, machine.config, machine.base / f"{what}-asked")
     done = subprocess.run(
         [sys.executable, "-c", KILLED_AT_EACH_STEP, what, *map(str, paths), *words],

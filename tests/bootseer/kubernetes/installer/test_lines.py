@@ -1,4 +1,4 @@
-"""The lines that are added to containerd's configuration, as TOML."""
+"""Lines that are added to containerd's configuration, as TOML."""
 
 import tomllib
 from typing import Any

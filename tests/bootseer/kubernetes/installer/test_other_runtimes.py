@@ -1,4 +1,4 @@
-"""What `bootseer kubernetes containerd` says where something else than a containerd answers."""
+"""Output of `bootseer kubernetes containerd` where another runtime than containerd answers."""
 
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _SERVICE = "runtime.v1.RuntimeService"
 
 
 def info(**entries: str) -> bytes:
-    """A StatusResponse of CRI, whose second field is a map of texts."""
+    """Return a StatusResponse of CRI, whose second field is a map of texts."""
     pairs = [
         b"\n%c%s\x12%c%s" % (len(name), name.encode(), len(text), text.encode())
         for name, text in entries.items()
@@ -26,7 +26,7 @@ def info(**entries: str) -> bytes:
 
 @pytest.fixture
 def socket_path() -> Iterator[Path]:
-    """A socket's path must be short."""
+    """Yield a short path, as a socket's must be."""
     with tempfile.TemporaryDirectory(prefix="cri-") as name:
         yield Path(name, "s")
 

@@ -1,4 +1,4 @@
-"""Whether the chart is gone, as a pod of it asks when it ends."""
+"""A pod that ends finds out whether its chart was removed."""
 
 import socket
 import time
@@ -28,7 +28,7 @@ ROLES = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{NAMESPACE}"
 
 @contextmanager
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    """An API server that has the chart's DaemonSet, as a pod of the node asks it."""
+    """Yield an API server with the chart's DaemonSet; this process asks it as a pod would."""
     with real(tmp_path) as server:
         for name, value in server.environ.items():
             monkeypatch.setenv(name, value)
@@ -41,7 +41,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer
 def test_lines_are_taken_out_only_when_the_daemonset_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the chart's own DaemonSet and rights, on an API server."""
+    """The API server has the chart's own DaemonSet and rights."""
     with asked(tmp_path, monkeypatch) as server:
         # Its rights went first.
         with monkeypatch.context() as patch:
@@ -59,7 +59,7 @@ def test_lines_are_taken_out_only_when_the_daemonset_is_gone(
 def test_an_api_server_that_is_late_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As while everything is removed, which each node learns by one answer."""
+    """While everything is removed, each node gets only one answer."""
     with real(tmp_path) as server:
         monkeypatch.setattr(mount_host, "ACCOUNT", server.account)
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", server.environ["KUBERNETES_SERVICE_HOST"])
@@ -79,7 +79,7 @@ def test_an_api_server_that_is_late_is_asked_again(
 def test_a_refusal_that_passes_is_no_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a server whose authorisation fails for a moment, while this pod is replaced."""
+    """A server's authorisation may fail for a moment while this pod is replaced."""
     with asked(tmp_path, monkeypatch) as server:
         sleeps: list[float] = []
 
@@ -97,7 +97,7 @@ def test_a_refusal_that_passes_is_no_removal(
 
 
 def test_an_end_is_within_the_pod_s_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the API server was asked before."""
+    """The end comes in time although the API server refuses for ever."""
     now_s = 0.0
 
     def sleep(seconds: float) -> None:
@@ -136,7 +136,7 @@ def grant(server: ApiServer) -> None:
 
 
 def goes_on() -> bool:
-    """Whether it goes on to look for a containerd, which is not here."""
+    """Return whether the installer continues to look for a containerd, which is not here."""
     words = ["kubernetes", "containerd", "remove", "--socket", "/nonexistent/containerd.sock"]
     words += ["--unless-daemonset", f"{NAMESPACE}/bootseer-node"]
     done = CliRunner().invoke(cli, words)
@@ -146,7 +146,7 @@ def goes_on() -> bool:
 def test_a_driver_that_is_removed_waits_for_the_end_of_its_volumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kubelet could not take them off without it."""
+    """A kubelet could not unpublish them without the driver."""
     monkeypatch.setenv("BOOTSEER_RUN_DIR", str(tmp_path / "run"))
     waits = Event()
 

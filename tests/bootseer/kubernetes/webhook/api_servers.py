@@ -1,5 +1,7 @@
-"""API servers for the webhook: a real one, where its binaries are, and a stand-in that knows what
-the webhook asks of it (resourceVersion, JSON patches, rights)."""
+"""API servers for the webhook: a real one, if its binaries are here, and a stand-in.
+
+The stand-in has resourceVersion, JSON patches and rights.
+"""
 
 import contextlib
 import http.server
@@ -37,13 +39,13 @@ _RULES = [
 
 
 def configuration() -> dict[str, Any]:
-    """As the chart has it."""
+    """Return the webhook's configuration as in the chart."""
     kind = "MutatingWebhookConfiguration"
     return next(one for one in objects(render()) if one["kind"] == kind)
 
 
 class ApiServer:
-    """Where one is, and the files of a service account for it."""
+    """Address of an API server, and the files of a service account for it."""
 
     def __init__(self, port: int, authority: Path, folder: Path) -> None:
         self.port = port
@@ -61,11 +63,11 @@ class ApiServer:
             f"--kube-token={_ADMIN}",
             f"--kube-ca-file={authority}",
         )
-        """Helm's, as an administrator."""
+        """Helm's flags for an administrator."""
         self._http = urllib3.PoolManager(ca_certs=str(authority), retries=False)
 
     def ask(self, method: str, path: str, document: Any = None) -> Any:
-        """As an administrator."""
+        """Make a request as an administrator."""
         response = self._http.request(
             method,
             f"https://localhost:{self.port}{path}",
@@ -76,7 +78,7 @@ class ApiServer:
         return json.loads(response.data)
 
     def install(self) -> None:
-        """What the chart has of the webhook."""
+        """Create the chart's objects for the webhook."""
         self.ask("POST", "/api/v1/namespaces", _named("v1", "Namespace", NAMESPACE))
         _grant(self)
         secret = _named("v1", "Secret", NAME)
@@ -84,7 +86,7 @@ class ApiServer:
         self.ask("POST", CONFIGURATIONS, configuration())
 
     def install_service(self, address: str, port: int) -> None:
-        """The webhook's Service, for one that runs on this machine."""
+        """Create the webhook's Service, for one that runs on this machine."""
         below = f"/api/v1/namespaces/{NAMESPACE}"
         named = {"port": 443, "targetPort": port, "name": "https"}
         service = {**_named("v1", "Service", NAME), "spec": {"ports": [named]}}
@@ -94,7 +96,7 @@ class ApiServer:
         self.ask("POST", f"{below}/endpoints", endpoints)
 
     def install_node_parts(self) -> None:
-        """The CSI driver's object and the runtime class."""
+        """Create the CSI driver's object and the runtime class."""
         driver = _named("storage.k8s.io/v1", "CSIDriver", "csi.bootseer.io")
         spec = {"attachRequired": False, "volumeLifecycleModes": ["Ephemeral"]}
         self.ask("POST", "/apis/storage.k8s.io/v1/csidrivers", {**driver, "spec": spec})
@@ -102,12 +104,12 @@ class ApiServer:
         self.ask("POST", "/apis/node.k8s.io/v1/runtimeclasses", {**known, "handler": "bootseer"})
 
     def hooks(self) -> dict[str, dict[str, Any]]:
-        """The entries of the webhook's configuration, by their names."""
+        """Return the entries of the webhook's configuration, by their names."""
         found = self.ask("GET", CONFIGURATION)["webhooks"]
         return {hook["name"]: hook for hook in found}
 
     def bundle(self) -> str:
-        """The certificates that it was told to trust, in Base64; empty before."""
+        """Return the certificates that the server trusts, in Base64; empty before the first."""
         (found,) = {one["clientConfig"].get("caBundle", "") for one in self.hooks().values()}
         return str(found)
 
@@ -118,7 +120,8 @@ def _named(version: str, kind: str, name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def stand_in(folder: Path) -> Iterator[ApiServer]:
-    """A server that keeps objects, compares versions, and gives the webhook its rights only."""
+    """Yield a server that keeps objects, compares versions, and gives the webhook its rights
+    only."""
     certificate = _certificate(folder)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
@@ -136,7 +139,7 @@ def stand_in(folder: Path) -> Iterator[ApiServer]:
 
 
 def _certificate(folder: Path) -> Path:
-    """A key and its certificate in one file, with `ca.pem` beside it."""
+    """Make a key and its certificate in one file, with `ca.pem` beside it; return the file."""
     pair = make_pair(["localhost"], datetime.now(UTC))
     (folder / "ca.pem").write_bytes(pair.trusted)
     found = folder / "pair.pem"
@@ -210,7 +213,10 @@ class _Objects(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def real(folder: Path) -> Iterator[ApiServer]:
-    """etcd and kube-apiserver, with the webhook's rights and no others; skips without binaries."""
+    """Yield etcd and kube-apiserver with the webhook's rights and no others.
+
+    Raises: MissingError without their binaries.
+    """
     binary, etcd = (
         shutil.which(name, path=f"{cache_folder() / KEPT}:{os.environ['PATH']}")
         for name in ("kube-apiserver", "etcd")
@@ -275,7 +281,7 @@ def _is_ready(port: int, authority: Path) -> bool:
 
 
 def _grant(server: ApiServer) -> None:
-    """The rights that the chart gives."""
+    """Grant the rights of the chart."""
     rbac, version = "/apis/rbac.authorization.k8s.io/v1", "rbac.authorization.k8s.io/v1"
     rules = [
         {"apiGroups": [group], "resources": [kind], "resourceNames": [name], "verbs": verbs}

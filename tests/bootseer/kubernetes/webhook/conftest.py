@@ -12,7 +12,7 @@ from tests.bootseer.kubernetes.webhook.api_servers import ApiServer, real, stand
 def api_server(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ApiServer]:
-    """An API server that has the webhook's objects, and whose service account this process has."""
+    """Yield an API server with the webhook's objects; this process has its service account."""
     with request.param(tmp_path) as server:
         for name, value in server.environ.items():
             monkeypatch.setenv(name, value)

@@ -1,15 +1,15 @@
-"""RFC 6902, written after its text: what an API server does with a patch."""
+"""RFC 6902 as an API server carries it out; written after its text."""
 
 import copy
 from typing import Any
 
 
 class PatchError(Exception):
-    """An operation that the document does not allow."""
+    """Error of an operation that the document does not allow."""
 
 
 def applied(document: Any, operations: list[dict[str, Any]]) -> Any:
-    """The document after all operations; the one that was given stays."""
+    """Return the document after all operations; the given one is not changed."""
     document = copy.deepcopy(document)
     for operation in operations:
         *above, last = [

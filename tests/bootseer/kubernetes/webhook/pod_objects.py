@@ -1,4 +1,4 @@
-"""Pods as API servers send them, and what the webhook makes of them."""
+"""Pods as API servers send them, and the webhook's plans and patches of them."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ def pod_object(
     owner: dict[str, Any] | None = None,
     **spec: Any,
 ) -> dict[str, Any]:
-    """A pod of a Job, if nothing else is said."""
+    """Return a pod, by default of a Job."""
     owner = owner or {"apiVersion": "batch/v1", "kind": "Job", "name": "train", "uid": JOB_UID}
     labels = {"controller-uid": JOB_UID, "job-name": "train"} if labels is None else labels
     return {
@@ -42,18 +42,18 @@ def pod_object(
 
 
 def planned(document: dict[str, Any], cluster: Cluster = CLUSTER) -> PodPlan:
-    """What is planned for a pod as JSON has it."""
+    """Return the plan for a pod in JSON form."""
     return plan(POD.decode(json.dumps(document).encode(), "a pod"), cluster)
 
 
 def patched(document: dict[str, Any], cluster: Cluster = CLUSTER) -> dict[str, Any]:
-    """The pod after its patch."""
+    """Return the pod after its patch."""
     found: dict[str, Any] = applied(document, list(planned(document, cluster).patch))
     return found
 
 
 def variables(document: dict[str, Any], kind: str = "containers", place: int = 0) -> dict[str, Any]:
-    """Of one of its containers: values, or the names of fields."""
+    """Return the environment variables of a container: values, or the names of fields."""
     return {
         one["name"]: one.get("value", one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath"))
         for one in document["spec"][kind][place].get("env") or ()
@@ -61,7 +61,7 @@ def variables(document: dict[str, Any], kind: str = "containers", place: int = 0
 
 
 def review_of(document: Any, *, version: str = "v1", **request: Any) -> bytes:
-    """The question of an API server about a pod."""
+    """Return the question of an API server about a pod."""
     return json.dumps(
         {
             "kind": "AdmissionReview",
@@ -86,7 +86,7 @@ def review_of(document: Any, *, version: str = "v1", **request: Any) -> bytes:
 
 
 def no_secret(namespace: str, secret: KeySecret) -> str:
-    """Where no pod asks for a Secret."""
+    """Fail: no pod of the test may ask for a Secret."""
     raise AssertionError(namespace, secret.name)
 
 
@@ -95,7 +95,7 @@ def response_to(
     cluster: Cluster = CLUSTER,
     ensure_secret: Callable[[str, KeySecret], str] = no_secret,
 ) -> dict[str, Any]:
-    """The webhook's answer, its patch decoded."""
+    """Return the webhook's answer, its patch decoded."""
     document = json.loads(answer(body, lambda: cluster, ensure_secret))
     response: dict[str, Any] = document["response"]
     if "patch" in response:

@@ -1,6 +1,4 @@
-"""The Pod Security Standard `restricted`, as Kubernetes 1.34 publishes it: what of a pod breaks it.
-
-Pods of Linux only. Pure."""
+"""The Pod Security Standard `restricted` of Kubernetes 1.34, for pods of Linux. Pure."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +19,7 @@ Object = dict[str, Any]
 
 
 def violations(pod: Object) -> set[str]:
-    """The rules that a pod, or a template of pods, breaks, each with where."""
+    """Return the rules that a pod, or a template of pods, violates, each with the place."""
     spec = pod["spec"]
     own = spec.get("securityContext") or {}
     found = {name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)}
@@ -67,7 +65,7 @@ def _of_container(container: Object, of_pod: Object) -> Iterator[str]:
 
 
 def _of_context(context: Object) -> Iterator[str]:
-    """What may be wrong in a pod's context as well as in a container's."""
+    """Yield the violations that a pod's context and a container's have in common."""
     if context.get("runAsUser") == 0:
         yield "runAsUser"
     if context.get("seccompProfile", {}).get("type") == "Unconfined":

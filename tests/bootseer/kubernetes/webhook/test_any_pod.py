@@ -1,4 +1,4 @@
-"""Whatever pod comes: its patch applies, keeps what was there, and makes no second patch."""
+"""For any pod, the patch applies, removes nothing, and needs no second patch."""
 
 import json
 import posixpath
@@ -168,7 +168,7 @@ def test_objects_that_are_no_pods_are_allowed(document: Any) -> None:
 
 
 def _check_valid(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """What an API server checks of what was added (validation.go)."""
+    """Assert the API server's rules for the added parts (validation.go)."""
     volumes = [volume["name"] for volume in after["spec"].get("volumes") or ()]
     assert len(volumes) == len(set(volumes))
     for kind in ("containers", "initContainers"):
@@ -187,7 +187,7 @@ def _check_valid(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 def _check_kept(before: Any, after: Any) -> None:
-    """All that was there is there, and lists only grew at their ends."""
+    """Assert that nothing was removed, and that lists only grew at their ends."""
     if isinstance(before, dict):
         for name, value in before.items():
             if value is not None and name not in ("runtimeClassName", "bootseer.io/warnings"):

@@ -1,4 +1,4 @@
-"""The webhook's pair: who believes it, when it is renewed, and what is refused."""
+"""The webhook's key and certificate: who trusts it, its renewal, and refused ones."""
 
 from datetime import UTC, datetime, timedelta
 

@@ -1,4 +1,4 @@
-"""Replicas, Secret and API server agree on a pair: at first, at a renewal, and when one is late."""
+"""Replicas, Secret and API server agree on a certificate at first, at a renewal, and late."""
 
 import base64
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ from tests.bootseer.kubernetes.webhook.api_servers import (
 
 
 class _Replica:
-    """One replica, and what it serves with."""
+    """Replica of the webhook, and the certificate it serves with."""
 
     def __init__(self, server: ApiServer) -> None:
         self.api = Api(server.account)

@@ -1,4 +1,4 @@
-"""Which start a pod is of, by what each controller notes at its pods."""
+"""The start that a pod belongs to, by the notes of each controller at its pods."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ INDEX = "batch.kubernetes.io/job-completion-index"
 
 
 def _found(metadata: dict[str, Any]) -> tuple[str, ...]:
-    """Return the job, submission, attempt and rank that a replayed pod's containers are told."""
+    """Return the job, submission, attempt and rank that a replayed pod's containers get."""
     annotations = {"bootseer.io/replay": "auto", **metadata.get("annotations", {})}
     pod = {
         "metadata": {**metadata, "annotations": annotations},

@@ -1,4 +1,4 @@
-"""Secrets with the keys of jobs' fan-outs: made once, bounded in number, and refused aloud."""
+"""Secrets with the keys of jobs' fan-outs: made once, bounded in number, refused with a reason."""
 
 from bootseer.fanout.keys import parse_secret
 from bootseer.kubernetes.api import Api
@@ -23,7 +23,7 @@ def test_replicas_make_a_secret_once(api_server: ApiServer) -> None:
 
 
 def test_a_secret_that_is_refused_is_told(api_server: ApiServer) -> None:
-    """Where there is no such namespace; and what is no namespace leaves the path alone."""
+    """The namespace does not exist, or its name would change the path."""
     secrets = KeySecrets(Api(api_server.account))
     secret = KeySecret("bootseer-fanout-1", OWNER)
     for namespace in ("", "../../x", "a/b", "A"):

@@ -1,4 +1,4 @@
-"""What the webhook changes in pods: each rule with a pod for it."""
+"""The webhook's changes of pods: each rule with a pod for it."""
 
 import json
 from typing import Any
@@ -224,7 +224,7 @@ FANOUT = {"bootseer.io/fanout": "auto"}
 
 
 def _fanout(pod: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The reference to the key, and the host list."""
+    """Return the reference to the key, and the host list."""
     found = {one["name"]: one for one in patched(pod)["spec"]["containers"][0]["env"]}
     hosts = found.get("BOOTSEER_FANOUT_HOSTS", {}).get("value", "")
     return found["BOOTSEER_FANOUT_KEY"]["valueFrom"]["secretKeyRef"], hosts

@@ -1,4 +1,4 @@
-"""The command as a pod runs it: beside an API server, whose pods it changes."""
+"""The webhook's command as a pod runs it: beside an API server, whose pods it changes."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ _REQUIRED = {"bootseer.io/checkpoint": "required"}
 
 @contextlib.contextmanager
 def _webhook(server: ApiServer, *, said: str = "serving on port") -> Iterator[tuple[Any, int]]:
-    """A process, and its port, when API servers believe it."""
+    """Yield the process and its port, once API servers trust its certificate."""
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "bootseer", "kubernetes", "webhook"),
@@ -47,7 +47,7 @@ def _webhook(server: ApiServer, *, said: str = "serving on port") -> Iterator[tu
 
 
 def _address() -> str:
-    """Of this machine: endpoints may have no loopback address."""
+    """Return an address of this machine; endpoints may have no loopback address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as plain:
         try:
             plain.connect(("192.0.2.1", 9))
@@ -62,7 +62,7 @@ def _created(
     annotations: dict[str, str],
     labels: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """A pod, as the API server has it, without what differs between any two."""
+    """Return the pod that the API server made, without the parts that are unique to a pod."""
     document = pod_object(annotations, labels)
     document["metadata"] |= {"name": name}
     pod: dict[str, Any] = server.ask("POST", _PODS, document)

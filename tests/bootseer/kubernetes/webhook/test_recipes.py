@@ -1,4 +1,4 @@
-"""The recipes: each pod template is `restricted`, has an annotation, and gets what it asks for."""
+"""Each pod template of the recipes is `restricted`, has an annotation, and gets its volumes."""
 
 import copy
 import re
@@ -85,7 +85,7 @@ WRONG_CONTAINERS: dict[str, dict[str, Any]] = {
 
 
 def test_what_is_not_restricted_is_seen() -> None:
-    """Each rule by itself, in each kind of container."""
+    """Each rule is violated by itself, in each kind of container."""
     (template,) = _templates(_documents(RECIPES[1])[0])
     assert RECIPES[1].stem == "job"
     pod: dict[str, Any] = {**template, "spec": {**template["spec"]}}

@@ -1,4 +1,4 @@
-"""Answers to the questions of API servers, and to what is no question."""
+"""Answers to the questions of API servers, and to malformed ones."""
 
 import json
 from typing import Any
@@ -83,7 +83,7 @@ _TAKEN = {"volumeMounts": [{"name": "data", "mountPath": "/mnt/checkpoints"}]}
 def test_a_pod_that_requires_its_checkpoint_folder_is_refused_without(
     annotations: dict[str, str] | None, spec: dict[str, Any], says: str
 ) -> None:
-    """It would begin at step 0, and save to the node's disk."""
+    """The trainer would begin at step 0, and save to the node's disk."""
     pod = pod_object(annotations, REQUIRED, **spec)
     response = response_to(review_of(pod))
     assert response["allowed"] is False
@@ -95,7 +95,7 @@ def test_a_pod_that_requires_its_checkpoint_folder_is_refused_without(
 
 @pytest.mark.parametrize("has_driver", [True, False])
 def test_a_pod_that_requires_its_checkpoint_folder_gets_it(has_driver: bool) -> None:
-    """Where no driver is, the pod waits for it."""
+    """On a node without a driver, the pod waits for one."""
     cluster = Cluster(has_driver=has_driver, handler="")
     response = response_to(review_of(pod_object(CHECKPOINT, REQUIRED)), cluster)
     assert response["allowed"] is True

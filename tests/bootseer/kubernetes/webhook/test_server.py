@@ -19,7 +19,7 @@ from testbed.waiting import wait_for
 
 
 class _Running:
-    """A server, and clients that believe its first pair."""
+    """Server, and clients that trust its first certificate."""
 
     def __init__(self, folder: Path, connection_s: float = 5.0) -> None:
         self.pair = make_pair(["localhost"], datetime.now(UTC))
@@ -38,7 +38,7 @@ class _Running:
         return b'{"answer":' + body + b"}"
 
     def client(self, pair: Pair | None = None) -> urllib3.PoolManager:
-        """One that trusts this pair's certificate only."""
+        """Return a client that trusts only this certificate."""
         file = self._folder / "ca.pem"
         file.write_bytes((pair or self.pair).trusted)
         return urllib3.PoolManager(ca_certs=str(file), retries=False, timeout=30)
@@ -78,7 +78,7 @@ def running(tmp_path: Path) -> Iterator[_Running]:
 
 @pytest.fixture
 def impatient(tmp_path: Path) -> Iterator[_Running]:
-    """A server whose connections end sooner; long enough for a handshake on a busy machine."""
+    """Yield a server whose connections end early, but not before a busy machine's handshake."""
     with _serving(_Running(tmp_path, connection_s=3.0)) as found:
         yield found
 
@@ -128,7 +128,7 @@ def test_hostile_requests_are_refused_before_they_are_read(
 
 @pytest.mark.parametrize("sent", [None, b"", b"POST /pods HTT", b"full"])
 def test_slow_clients_are_ended_and_leave_room(impatient: _Running, sent: bytes | None) -> None:
-    """They say nothing, not even for TLS; nothing after that; half a request; half a body."""
+    """The clients stop before TLS, after it, in half a request, and in half a body."""
     request = b"POST /pods HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf"
     with contextlib.ExitStack() as undo:
         clients: list[socket.socket] = []
@@ -145,7 +145,7 @@ def test_slow_clients_are_ended_and_leave_room(impatient: _Running, sent: bytes 
                 assert client.recv(1000) == b""
 
     def has_room() -> bool:
-        """As soon as the threads of those that were ended have noticed."""
+        """Return whether the threads of ended clients have ended."""
         with contextlib.suppress(urllib3.exceptions.HTTPError):
             return impatient.ask("GET", "/healthz")[0] == 200
         return False
@@ -155,7 +155,7 @@ def test_slow_clients_are_ended_and_leave_room(impatient: _Running, sent: bytes 
 
 
 def test_half_a_question_is_not_answered(running: _Running) -> None:
-    """Whoever asked has gone."""
+    """The client has gone."""
     with running.secured() as client:
         client.sendall(b"POST /pods HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf")
         # From here on the socket is a plain one: until the server has closed it.
