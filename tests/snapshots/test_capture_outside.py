@@ -65,7 +65,7 @@ def _differs(before_ns: int) -> bool:
 def _wait_for_tick() -> None:
     # Two clock readings: since Linux 6.13 a change may get a finer time than this clock shows.
     for _ in range(2):
-        wait_for(partial(_differs, now_ns()), "a tick", look_s=0.001)
+        wait_for(partial(_differs, now_ns()), "a tick", interval_s=0.001)
 
 
 def test_the_look_is_bounded_and_follows_no_links(

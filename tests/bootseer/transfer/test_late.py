@@ -22,8 +22,7 @@ from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.chunks import ChunkFetcher, Reader
 from bootseer.transfer.policy import Policy
 from bootseer.transfer.ranges import Chunk, Priority, covering
-from testbed.servers.faulty_relay import AnswerFault as Broken
-from testbed.servers.faulty_relay import FaultyRelay
+from testbed.servers.faulty_relay import Fault, FaultyRelay
 from testbed.servers.s3 import make_bucket, s3_server
 from testbed.servers.starving import AnswerFault, Choose, StarvingServer
 
@@ -203,7 +202,7 @@ def test_a_range_of_s3_goes_on_behind_the_bytes_that_came(
         writer.write(DATA[: 4 * MIB])
     relay = FaultyRelay(s3["AWS_ENDPOINT_URL"].removeprefix("http://"))
     with relay:
-        relay.faults = [Broken("GET /late/file", 1, cut_after_bytes=MIB)]
+        relay.faults = [Fault("GET /late/file", 1, cut_after_bytes=MIB)]
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{relay.host}")
         backend = open_backend("s3://late")
         found: list[bytes] = []

@@ -31,7 +31,7 @@ def hdfs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
     servers = MiniHdfs(
         tmp_path_factory.mktemp("hdfs"),
         address=controller.address,
-        launcher=controller.on_its_network(),
+        launcher=controller.network_command(),
     )
     with running_hdfs(servers) as cluster:
         yield cluster

@@ -20,7 +20,7 @@ from testbed.cgroups import memory_limit
 from testbed.images.building import LayoutBuilder, Member, tar_of
 from testbed.needs import require
 from testbed.node import Node, attribute, wait_for_file
-from testbed.waiting import wait_for_file as wait_until
+from testbed.waiting import wait_for
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
 
 pytestmark = pytest.mark.needs("mount", "fuse")
@@ -92,11 +92,11 @@ def test_the_next_start_finds_all_live_but_what_was_written(job: _Job) -> None:
     assert job.start(f": > /ckpt/step-1; {WRITE}") == "mine\n"
     assert job.how == ("mounted", "mounted")
     server = job.server()
-    wait_until(lambda: not job.written(), "the end of what the container wrote")
+    wait_for(lambda: not job.written(), "the end of what the container wrote")
     assert job.start(f"ls /tmp; {WRITE}; ls /ckpt") == "mine\nstep-1\n"
     assert (job.how, job.server()) == (("live", "live"), server)
     assert "image pull" not in job.node.spans()
-    wait_until(lambda: len(job.served("attendant")) == 1, "the end of the first one's process")
+    wait_for(lambda: len(job.served("attendant")) == 1, "the end of the first one's process")
     # Without the option all is taken over as well, and goes with the job.
     assert job.start("ls /tmp; ls /ckpt", linger="off") == "step-1\n"
     assert job.how == ("live", "live")
@@ -120,9 +120,9 @@ def test_what_is_left_of_a_job_keeps_what_it_writes(job: _Job) -> None:
         assert process.wait(60) == 0
         assert job.start("ls /tmp") == ""
         assert job.how == ("live", "live")
-        wait_until(lambda: len(job.written()) == 1, "the end of what the second one wrote")
+        wait_for(lambda: len(job.written()) == 1, "the end of what the second one wrote")
     # Its input has ended.
-    wait_until(lambda: not job.written(), "the end of what the first one wrote")
+    wait_for(lambda: not job.written(), "the end of what the first one wrote")
     assert (said / "it").read_text() == "mine\n"
     job.end()
 
@@ -134,7 +134,7 @@ def test_another_mount_namespace_does_not_keep_it(job: _Job) -> None:
     with subprocess.Popen(["unshare", "--mount", "sleep", "600"]) as other:
         table = Path(f"/proc/{other.pid}/mountinfo")
         ours = os.readlink("/proc/self/ns/mnt")
-        wait_until(lambda: os.readlink(f"/proc/{other.pid}/ns/mnt") != ours, "the namespace")
+        wait_for(lambda: os.readlink(f"/proc/{other.pid}/ns/mnt") != ours, "the namespace")
         assert entry["where"][0] in table.read_text()
         job.end()
         other.kill()
@@ -214,7 +214,7 @@ def test_another_users_start_has_its_own(job: _Job) -> None:
         assert job.how == ("mounted", "live")
     finally:
         os.chown(state, 0, 0)
-    wait_until(lambda: len(job.served("container")) == 1, "the end of the other job's server")
+    wait_for(lambda: len(job.served("container")) == 1, "the end of the other job's server")
     assert job.server() == server
     job.end()
 

@@ -15,7 +15,7 @@ from bootseer.linux.processes import wait_readable
 from bootseer.served.folders import ATTENDING, MountState, lock_new, starts_dir, write_state
 from testbed.needs import require
 from testbed.node import Node, attribute, wait_for_file
-from testbed.waiting import wait_for_file as wait_until
+from testbed.waiting import wait_for
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -97,7 +97,7 @@ def test_the_next_start_finds_all_live(one: Node) -> None:
     assert _start(one, f"touch mnt/step-2; {SHOW}") == "a\nstep-1\nstep-2\n"
     assert (_how(one), _servers(one)) == (("live", "live"), servers)
     assert (one.base.parent / "count").read_text() == "ran\nran\n"
-    wait_until(lambda: len(_served(one)["attendant"]) == 1, "the end of the first one's process")
+    wait_for(lambda: len(_served(one)["attendant"]) == 1, "the end of the first one's process")
     (lingering,) = _served(one)["attendant"]
     assert lingering["until_s"] > lingering["since_s"]
     assert "job (for another 10 min)" in _bootseer(one, "status")
