@@ -16,7 +16,7 @@ def test_a_line_has_a_date_a_test_and_a_reason() -> None:
 @pytest.mark.parametrize(
     ("text", "today", "problem"),
     [
-        ("2026-11-25 tests/a/test_b.py::test_c", date(2026, 11, 25), "no DATE"),
+        ("2026-11-25 tests/a/test_b.py::test_c", date(2026, 11, 25), "not DATE"),
         ("yesterday tests/a/test_b.py::test_c why", date(2026, 11, 25), "isoformat"),
         ("2026-11-25 tests/a/test_b.py::test_c why", date(2026, 12, 10), "more than 14 days"),
     ],
