@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 from testbed.paths import REPOSITORY
+from tests.support.demo_output import readme_output, without_figures
 
 # Every package must have arrived through the three symlinks, under its own import name only.
 _CHECK = """
@@ -24,6 +25,19 @@ print("imports", bootseer.__version__)
 def _run(command: list[str], cwd: Path, timeout_s: int = 600) -> None:
     print("+", " ".join(Path(command[0]).name if i == 0 else a for i, a in enumerate(command)))
     subprocess.run(command, cwd=cwd, check=True, timeout=timeout_s)
+
+
+def _check_demo(bootseer: str, cwd: Path) -> None:
+    """Run the demo, and compare its output with the README's."""
+    done = subprocess.run(
+        [bootseer, "demo", "--quick"],
+        cwd=cwd, check=True, timeout=600, capture_output=True, text=True,
+    )  # fmt: skip
+    print(done.stderr, done.stdout, sep="\n")
+    shown = readme_output()
+    for output, is_stderr in ((done.stderr, True), (done.stdout, False)):
+        wanted = [line for line in shown if line.startswith("demo: ") is is_stderr]
+        assert without_figures(output) == wanted, wanted
 
 
 def main() -> None:
@@ -48,7 +62,7 @@ def main() -> None:
         _run([bootseer, "--version"], work)
         _run([bootseer, "--help"], work)
         _run([bootseer, "doctor"], work)
-        _run([bootseer, "demo", "--quick"], work)
+        _check_demo(bootseer, work)
 
 
 if __name__ == "__main__":

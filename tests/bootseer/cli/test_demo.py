@@ -1,9 +1,6 @@
-"""The output of `bootseer demo`: that of a whole run, and the documents for made-up launches."""
+"""The output of `bootseer demo` for made-up launches; `make wheel-test` runs a real one."""
 
 import json
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,47 +12,8 @@ from bootseer.cli import cli
 from bootseer.demo import abilities, job
 from bootseer.demo.job import Launch, Plan
 from bootseer.timeline.otlp import Stage
-from testbed.paths import REPOSITORY
 from tests.bootseer.cli.json_page import agree
-
-# The page cache of the whole machine is left alone: other tests run beside this one.
-_CODE = """
-from bootseer.cli import main
-from bootseer.demo import job
-job.drop_page_cache = lambda: False
-main()
-"""
-_FAST_NETWORK = ("--link-mbit", "1000000", "--file-mbyte", "1000000")
-
-
-def _without_figures(lines: list[str]) -> list[str]:
-    """Return the lines with every number as "#", without its unit, and with single spaces."""
-    numbers = (re.sub(r"\d+(\.\d+)?( [kMGT]?B\b)?", "#", line) for line in lines)
-    return [" ".join(line.split()) for line in numbers]
-
-
-def _readme() -> list[str]:
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    return text.split("$ make demo\n")[1].split("```")[0].splitlines()
-
-
-@pytest.mark.needs("root", "mount", "fuse", modules=["pip"], programs=["tar", "ldd"])
-def test_the_readme_shows_what_a_run_prints(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _CODE, "demo", "--quick", "--dir", str(tmp_path)]
-    done = subprocess.run(
-        [*command, *_FAST_NETWORK], cwd=REPOSITORY, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    sentences = [line for line in _readme() if line.startswith("demo: ")]
-    table = [line for line in _readme() if not line.startswith("demo: ")]
-    assert _without_figures(done.stderr.splitlines()) == _without_figures(sentences)
-    assert _without_figures(done.stdout.splitlines()) == _without_figures(table)
-    for row in done.stdout.splitlines()[1:]:
-        first_s, second_s = re.findall(r" (\d+\.\d\d) ", row)
-        assert float(first_s) > 0, row
-        assert float(second_s) > 0, row
-    assert list(tmp_path.iterdir()) == []
-
+from tests.support.demo_output import readme_output, without_figures
 
 _SECOND_NS = 10**9
 
@@ -145,6 +103,13 @@ def test_the_document_compares_both_launches(
     assert (document["published_bytes"], document["identical"]) == (30, True)
     assert document["left_out"] == {"environment": "no pip"}
     assert "demo: leaving out the environment: no pip\n" in done.stderr
+
+
+def test_the_readme_shows_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    done = _demo(monkeypatch, tmp_path)
+    table = [line for line in without_figures(done.stdout) if not line.startswith("demo: ")]
+    shown = [line for line in readme_output() if not line.startswith(("demo: ", "environment "))]
+    assert table == shown
 
 
 def test_launches_that_loaded_different_bytes_are_an_error(

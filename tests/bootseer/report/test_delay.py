@@ -5,7 +5,7 @@ from bootseer.report.explain import Analysis, StartModel, break_down
 from bootseer.report.graph import StartGraph, Track, TrackSpan
 from bootseer.report.text import explain
 from bootseer.timeline.otlp import Stage, Value
-from testbed.starts.generate import Fault, Recipe, node_name, tracks
+from testbed.starts.generate import InjectedFault, Recipe, node_name, tracks
 
 _S = 10**9
 
@@ -38,7 +38,7 @@ def test_of_two_nodes_the_slower_one_is_named() -> None:
 
 
 def test_the_cause_is_that_of_the_stage() -> None:
-    recipe = Recipe(2, 4, (Fault(node_name(1), "slow disk", 3.0),))
+    recipe = Recipe(2, 4, (InjectedFault(node_name(1), "slow disk", 3.0),))
     delay = _analysis(*tracks(recipe)).delay
     assert delay is not None
     found = (delay.node, delay.stage, delay.cause.name)

@@ -53,7 +53,9 @@ def test_a_start_is_drawn(tmp_path: Path) -> None:
 
 
 def test_the_page_opens_on_what_held_the_start(tmp_path: Path) -> None:
-    model = StartModel(StartGraph(tracks(Recipe(2, 2, (Fault(node_name(1), "slow disk", 4.0),)))))
+    model = StartModel(
+        StartGraph(tracks(Recipe(2, 2, (InjectedFault(node_name(1), "slow disk", 4.0),))))
+    )
     shown = _shown(_page(model), tmp_path)
     answer = shown[shown.index('<dl id="answer">') : shown.index("</dl>")]
     assert re.findall(r'<dd class="big">([^<]*)</dd>', answer)[:2] == [

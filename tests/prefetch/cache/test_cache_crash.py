@@ -25,7 +25,7 @@ HEADER = 64
 
 
 def crash(tmp_path: Path) -> Path:
-    """Simulate a crash of the machine after everything was written back. Return return the stream's folder."""
+    """Simulate a crash of the machine after all writes; return the stream's folder."""
     folder = tmp_path / FOLDER
     damage(folder / "sums", 12, struct.pack("<I16s", 0, b"another boot id!"))
     return folder

@@ -233,6 +233,8 @@ def test_the_store_leaves_time_for_the_second_source(
             new.append(whole)
             new.commit(replacement_key(lost, INDEX)).close()
 
-    streams = ImageBytes([blob], as_reader(hang), cache, deadline_s=12, repair=repair, image_key=INDEX)
+    streams = ImageBytes(
+        [blob], as_reader(hang), cache, deadline_s=12, repair=repair, image_key=INDEX
+    )
     assert bytes(streams.read(0, 0, 700)) == whole[:700]
     streams.close()
