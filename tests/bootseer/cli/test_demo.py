@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bootseer.cli import cli
-from bootseer.demo import abilities, job
-from bootseer.demo.job import Launch, Plan
+from bootseer.cli.tree import cli
+from bootseer.demo import job
+from bootseer.demo.job import DemoPlan, Launch
 from bootseer.timeline.otlp import Stage
 from tests.bootseer.cli.json_page import agree
 from tests.support.demo_output import readme_output, without_figures
@@ -54,7 +54,7 @@ class _World:
 
     second_checksum = "same"
 
-    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: DemoPlan, say: Callable[[str], None]) -> None:
         assert (plan.with_image, plan.with_environment, plan.with_checkpoint) == (True, False, True)
         self._folder = plan.folder
         self.image_bytes = 400
@@ -76,7 +76,7 @@ class _World:
 
 
 def _demo(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> Any:
-    monkeypatch.setattr(abilities, "left_out_of", lambda: {"environment": "no pip"})
+    monkeypatch.setattr(job, "left_out_of", lambda: {"environment": "no pip"})
     monkeypatch.setattr(job, "World", _World)
     return CliRunner().invoke(cli, ["demo", "--dir", str(folder), *arguments])
 
@@ -86,7 +86,7 @@ def test_the_document_compares_both_launches(
 ) -> None:
     done = _demo(monkeypatch, tmp_path, "--json")
     document = json.loads(done.stdout)
-    agree("demo", document, free=("stages", "left_out"))
+    agree("demo", document, free=("stages", "left_out", "network"))
     assert document["stages"] == {
         "image": {
             "first_s": 2.0, "second_s": 2.0, "ratio": 1.0, "first_bytes": 180, "second_bytes": 20,

@@ -18,8 +18,8 @@ from testbed.mounts.image_mounts import (
     mounted,
     run_program,
     settings_at,
-    start_outside,
-    tree_outside,
+    start_program,
+    tree_in_child,
 )
 from testbed.needs import MissingError
 from testbed.waiting import wait_for
@@ -159,7 +159,7 @@ def test_an_unmount_waits_for_no_copy_in_another_namespace(
 ) -> None:
     with mounted(node.settings, "image:1", node.base / "mnt") as image:
         read_hot(node, image.directory)
-        with start_outside(_COPYING) as other:
+        with start_program(_COPYING) as other:
             try:
                 assert other.stdout is not None
                 assert other.stdout.readline() == "copied\n"
