@@ -109,8 +109,9 @@ bench-smoke: system-test $(VENV)/ready $(VENV)/formats
 	$(BIN)/python -m bench --smoke
 
 # Folders whose docstrings are held to tools/plain_words.py; each further folder is entered here.
-PLAIN_WORDS := bootseer/gc bootseer/http bootseer/registry bootseer/settings bootseer/transfer \
-	build_backend fuse snapshots testbed tools
+PLAIN_WORDS := $(addprefix bootseer/,blob cli demo gc http kubernetes registry report settings store \
+	transfer) build_backend fuse snapshots testbed tools $(addprefix tests/,bench chart clusters docs \
+	fuse fuzz golden prefetch snapshots soak support testbed)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import secrets
 import signal
 from collections import defaultdict
 from collections.abc import Generator, Iterator
@@ -223,7 +224,8 @@ def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniHdfs]:
 @pytest.fixture
 def hdfs_url(hdfs: MiniHdfs, tmp_path: Path) -> str:
     """URL of a folder for one test on a real HDFS, which does not exist yet."""
-    return f"{hdfs.url}/{tmp_path.parent.name}-{tmp_path.name}"
+    # pytest removes the folder of a test that passed, and gives its name to a later test.
+    return f"{hdfs.url}/{tmp_path.name}-{secrets.token_hex(4)}"
 
 
 @pytest.fixture(scope="session")

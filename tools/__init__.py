@@ -1,1 +1,1 @@
-"""Programs that check this repository."""
+"""Programs that check the repository."""

@@ -1,6 +1,7 @@
 """Reads and saves on a real HDFS with two NameNodes while the active one changes."""
 
 import random
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PairedHdfs]:
 @pytest.fixture
 def url(pair: PairedHdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("HADOOP_CONF_DIR", str(pair.conf_folder))
-    return f"{pair.url}/{tmp_path.name}"
+    return f"{pair.url}/{tmp_path.name}-{secrets.token_hex(4)}"
 
 
 @pytest.fixture
