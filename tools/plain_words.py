@@ -30,7 +30,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Finding(NamedTuple):
-    """First paragraph of a docstring, and which of the two rules it breaks."""
+    """First paragraph of a docstring, and its faults by the two rules."""
 
     line: int
     paragraph: str
@@ -57,13 +57,14 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print each docstring that is counted")
     parser.add_argument(
         "--most", type=float, metavar="PERCENT", default=100.0,
-        help="list the counted docstrings and exit with 1 if a share is larger",
+        help="list the counted docstrings of a path, and exit with 1, if a share of it is larger",
     )  # fmt: skip
     parser.add_argument("paths", nargs="+", type=Path)
     arguments = parser.parse_args()
-    total = riddle_count = hanging_count = 0
-    listed = []
+    failed = False
     for root in arguments.paths:
+        total = riddle_count = hanging_count = 0
+        listed = []
         for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
             for found in read_docstrings(path.read_text(encoding="utf-8")):
                 total += 1
@@ -71,14 +72,16 @@ def main() -> int:
                 hanging_count += found.hangs_on_pronoun
                 if found.opens_with_riddle or found.hangs_on_pronoun:
                     listed.append(f"{path}:{found.line}: {found.paragraph[:110]}\n")
-    shares = [100 * count / max(total, 1) for count in (riddle_count, hanging_count)]
-    failed = max(shares) > arguments.most
-    if arguments.list or failed:
-        sys.stdout.writelines(listed)
-    sys.stdout.write(
-        f"{total} docstrings: {shares[0]:.1f} % open with a riddle word,"
-        f" {shares[1]:.1f} % hang on a pronoun\n"
-    )
+        shares = [100 * count / max(total, 1) for count in (riddle_count, hanging_count)]
+        is_over = max(shares) > arguments.most
+        failed |= is_over
+        if arguments.list or is_over:
+            sys.stdout.writelines(listed)
+        if arguments.most == 100 or is_over:
+            sys.stdout.write(
+                f"{root}: {total} docstrings: {shares[0]:.1f} % open with a riddle word,"
+                f" {shares[1]:.1f} % hang on a pronoun\n"
+            )
     return int(failed)
 
 
