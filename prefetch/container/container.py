@@ -33,10 +33,9 @@ from bootseer.prefetch.container.process import (
     ProcessSpec,
     User,
     arguments_of,
-    execute,
+    become,
     job_environment,
     resolve_user,
-    take_identity,
 )
 from bootseer.prefetch.container.root import Bind, mount_overlay, parse_bind, populate
 from bootseer.prefetch.images.find import publish_later
@@ -285,24 +284,6 @@ def _make_scratch(wanted: Path, state_dir: Path) -> Path:
         )
         return private_directory(state_dir / "scratch")
     return wanted
-
-
-def become(spec: ProcessSpec, *, rootless: bool) -> NoReturn:
-    """Replace this process by the program of `spec`, in the current root.
-
-    Raises: SetupFailedError, with exit code 127 if the program is missing and 126 if it cannot be
-    run; BootseerError.
-    """
-    try:
-        os.makedirs(spec.working_dir, exist_ok=True)
-        os.chdir(spec.working_dir)
-        if not rootless:
-            take_identity(spec.user)
-        elif spec.user.uid:
-            _log.warning("without root, all processes of a container run as its root user")
-    except OSError as error:
-        raise from_oserror(error, f"start {spec.arguments[0]} in the container") from error
-    execute(spec)
 
 
 # ---- trees that linger for the next start ------------------------------------------------------

@@ -1,9 +1,10 @@
 """Process of a container: arguments, environment, folder and user, by the image's configuration.
 
-The rules are those of docker. `resolve_user` reads files of the container's root; `find_program`,
-`take_identity` and `execute` act inside of it; all else is pure.
+The rules are those of docker. `resolve_user` reads files of the container's root; `find_program`
+and `become` act inside of it; all else is pure.
 """
 
+import logging
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,11 @@ from typing import NoReturn
 
 from msgspec import Struct
 
-from bootseer.errors import InvalidInputError, SetupFailedError
+from bootseer.errors import InvalidInputError, SetupFailedError, from_oserror
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.prefetch.index.records import ImageConfig
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PASSWD_BYTES_MAX = 2**20
@@ -132,12 +135,21 @@ def resolve_user(root: Path, text: str) -> User:
     return User(uid, gid, supplementary, home)
 
 
-def execute(spec: ProcessSpec) -> NoReturn:
-    """Replace this process by the program of `spec`, in the current root and as the current user.
+def become(spec: ProcessSpec, *, rootless: bool) -> NoReturn:
+    """Replace this process by the program of `spec`, in the current root.
 
     Raises: SetupFailedError, with exit code 127 if the program is missing and 126 if it cannot be
-    run, as shells do.
+    run, as shells do; BootseerError.
     """
+    try:
+        os.makedirs(spec.working_dir, exist_ok=True)
+        os.chdir(spec.working_dir)
+        if not rootless:
+            _take_identity(spec.user)
+        elif spec.user.uid:
+            _log.warning("without root, all processes of a container run as its root user")
+    except OSError as error:
+        raise from_oserror(error, f"start {spec.arguments[0]} in the container") from error
     program = find_program(spec)
     try:
         os.execve(program, spec.arguments, dict(spec.environment))
@@ -147,8 +159,7 @@ def execute(spec: ProcessSpec) -> NoReturn:
         ) from error
 
 
-def take_identity(user: User) -> None:
-    """Become `user`. This process must be root's. Raises: OSError."""
+def _take_identity(user: User) -> None:
     if (user.uid, user.gid, user.groups) != (0, 0, ()) or os.getgroups():
         os.setgroups(user.groups)
         os.setgid(user.gid)

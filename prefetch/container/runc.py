@@ -7,7 +7,6 @@ that mounts below it, such as those of set-ups, are kept.
 For the main thread only; forks.
 """
 
-import contextlib
 import json
 import os
 import platform
@@ -26,7 +25,7 @@ from bootseer.errors import UnsupportedError, from_oserror
 from bootseer.linux import namespaces
 from bootseer.linux.processes import kill_child
 from bootseer.linux.root_paths import resolve_in_root
-from bootseer.prefetch.container.process import ProcessSpec, execute, take_identity
+from bootseer.prefetch.container.process import ProcessSpec, become
 from bootseer.prefetch.container.root import Bind
 from bootseer.served.ending import runc_folder, runc_name
 
@@ -153,16 +152,13 @@ def _sysfs(bundle: Path) -> str:
 
 
 def _become_program(spec: ProcessSpec, root: Path) -> NoReturn:
-    """Replace this process by the program, as runc would. Raises: as `execute`; BootseerError."""
+    """Replace this process by the program, as runc would. Raises: as `become`."""
     try:
         os.chroot(root)
-        # As root, since the user need not have access to it; runc creates a missing folder.
-        with contextlib.suppress(FileNotFoundError):
-            os.chdir(spec.working_dir)
-        take_identity(spec.user)
+        os.chdir("/")
     except OSError as error:
         raise from_oserror(error, f"look for {spec.arguments[0]} in the container") from error
-    execute(spec)
+    become(spec, rootless=False)
 
 
 def _try_in_child(work: Callable[[], object]) -> None:

@@ -69,21 +69,17 @@ def image_by_name(settings: Settings, name: str, say: Say) -> FoundImage:
             return _stored(settings, catalogue, store, find_image(store, name), say)
     except InvalidInputError:
         raise
-    except NotFoundError:
-        # Pulled by this node, and published soon.
-        known = catalogue.find_image(name)
-        found = None
-        if known is not None and not known.is_published:
-            found = image_on_node(settings, known, whole=False)
-        if found is None:
-            raise
-        return found
     except (BootseerError, OSError) as error:
         known = catalogue.find_image(name)
-        found = None if known is None else image_on_node(settings, known, whole=False)
+        is_missing = isinstance(error, NotFoundError)
+        # The store lacks an image that this node pulled and has not published yet.
+        if known is None or (is_missing and known.is_published):
+            raise
+        found = image_on_node(settings, known, whole=False)
         if found is None:
             raise
-        say(f"warning: starting image {name} with what this node has of it: {error}")
+        if not is_missing:
+            say(f"warning: starting image {name} with what this node has of it: {error}")
         return found
 
 

@@ -32,10 +32,9 @@ from bootseer.errors import BootseerError, CorruptError, DeadlineError, Unavaila
 from bootseer.prefetch.bundle.file import BundleFile, BundleFiles
 from bootseer.prefetch.bundle.replay import BundleReplay
 from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
-from bootseer.prefetch.reading.fault_figures import FaultFigures, FaultRecorder, SourceFigures
+from bootseer.prefetch.reading.fault_figures import FaultRecorder, SourceFigures
 from bootseer.prefetch.reading.registry import Repair, Repairs
 from bootseer.transfer.chunks import ChunkFetcher, Reader
-from bootseer.transfer.figures import Statistics
 from bootseer.transfer.policy import REQUEST, UNTIL_DEADLINE
 from bootseer.transfer.ranges import Chunk, Fetch, Priority, plan
 
@@ -122,21 +121,12 @@ class ImageBytes:
     ) -> None:
         """Open the blobs' streams.
 
-        Args:
-            blobs: Blobs of the image.
-            read_object: Reads stored bytes: `LayerReader.read_into`.
-            cache: Cache of the node.
-            deadline_s: Longest time that a read waits without any bytes.
-            workers: Number of parallel requests for anything but faults.
-            fill_bytes_per_s: Limit of the rate at the lowest priority.
-            on_progress: Called with the stored bytes of each part that has arrived.
-            repair: Fetches the whole stream of a blob that the store has lost.
-            on_damage: Called with chunks that may be damaged. Must be quick.
-            image_key: `node_cache.image_key_of`, by which streams of a registry are found.
-            vouched: Digests of streams that this node may have pulled (`NodeCache.open_blob`).
-            on_refuted: Called, in a thread of its own, with the ranges of a wrong bundle.
-            decode: `LayerReader.decode`. By default, all frames are zstd frames.
-
+        `read_object` and `decode` are those of a `LayerReader`; by default all frames are zstd
+        frames. `repair` fetches the whole stream of a blob that the store has lost. For `vouched`
+        and `image_key` see `NodeCache.open_blob`. `fill_bytes_per_s` limits the rate of the lowest
+        priority. `on_progress` is called with the stored bytes of each part that has arrived,
+        `on_damage` with chunks that may be damaged (it must be quick), and `on_refuted`, in a
+        thread of its own, with the ranges of a bundle that was found to be wrong.
         Raises: BootseerError if the cache cannot be opened.
         """
         self.blobs = blobs
@@ -544,18 +534,10 @@ class ImageBytes:
             if stream.is_doubtful:
                 stream.check_all(may_go_on)
 
-    def figures(self) -> FaultFigures:
-        """Return the figures of faults so far."""
-        return self.faults.snapshot()
-
     def sources(self) -> SourceFigures:
         """Return the bytes by source so far."""
         replay = self.replay
         return self.faults.sources(replay.fetched_bytes if replay else 0)
-
-    def statistics(self) -> Statistics:
-        """Return the statistics of the fetcher."""
-        return self.fetcher.statistics()
 
     def close(self, *, durable: bool = True) -> None:
         """End all transfers and close the cache. Idempotent.

@@ -4,7 +4,6 @@ Used for images, environments and volumes. Loads little, since the program that 
 waits for that. Thread-safe.
 """
 
-import os
 import time
 from pathlib import Path
 
@@ -67,8 +66,6 @@ class ServePlan(Struct, frozen=True):
     state_dir: Path
     ready_name: str
     options: ServeOptions
-    allow_other: bool
-    """Whether processes of other users have access."""
 
 
 class Serving:
@@ -136,8 +133,6 @@ def begin_serving(
         state_dir=state_dir,
         ready_name=new_ready_name(),
         options=options,
-        # For processes of other users in a container. The kernel refuses it without root.
-        allow_other=os.geteuid() == 0,
     )
     try:
         process = process or start(TREE, settings.run_dir, identity=state.id)

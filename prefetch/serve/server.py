@@ -124,7 +124,8 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
             name=state.reference.replace(",", "_"),
             subtype=SUBTYPE,
             read_only=True,
-            allow_other=plan.allow_other,
+            # For processes of other users in a container. The kernel refuses it without root.
+            allow_other=os.geteuid() == 0,
             max_readahead_bytes=READAHEAD_BYTES,
             invalidate_on_change=False,
             kernel_deadline_s=_kernel_deadline_s(plan),
@@ -191,6 +192,7 @@ class ImageServer:
             self._streams,
             lambda: self._start.has_ended,
             self._note_use,
+            self._figures,
         )
         commands = {
             "status": self.status,
@@ -225,7 +227,7 @@ class ImageServer:
         # Before the mount is reported, so that the replay begins before the first read.
         if self._plan.settings.prefetch:
             self._start.begin(self.operations.store_pages)
-        self._upkeep.start(self._figures)
+        self._upkeep.start()
 
     def _end_start(self) -> None:
         try:
@@ -368,9 +370,9 @@ class ImageServer:
             image_bytes=streams.image_bytes,
             cached_bytes=streams.cached_bytes,
             cache_is_full=streams.is_full,
-            faults=streams.figures(),
+            faults=streams.faults.snapshot(),
             sources=streams.sources(),
-            moved=streams.statistics(),
+            moved=streams.fetcher.statistics(),
             prefetch=self._start.figures(),
             fill=self._upkeep.fill_figures(),
         )
@@ -390,6 +392,7 @@ class Upkeep:
         streams: ImageBytes,
         start_has_ended: Callable[[], bool],
         note_use: Callable[[], None],
+        figures: Callable[[], LaunchFigures],
     ) -> None:
         """Prepare the upkeep; `start` it once, and `close` it before the streams.
 
@@ -398,6 +401,7 @@ class Upkeep:
         """
         self._settings = settings
         self._note_use = note_use
+        self._figures = figures
         self._streams = streams
         self._rate = settings.fill_bytes_per_s
         self._room = CacheRoom(settings.cache_dir, settings.cache_limit_bytes)
@@ -410,18 +414,16 @@ class Upkeep:
             self._fill = Fill(streams, start_has_ended, self._room.make, lock=lock)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
-        self._figures: Callable[[], LaunchFigures] | None = None
 
-    def start(self, figures: Callable[[], LaunchFigures]) -> None:
-        """Start the threads. `figures` returns the figures to write."""
-        self._figures = figures
+    def start(self) -> None:
+        """Start the threads."""
         self._thread.start()
         if self._fill is not None:
             self._fill.start()
 
     def write_figures(self) -> None:
         """Write the figures for Prometheus, if the settings say so."""
-        if self._file is not None and self._figures is not None:
+        if self._file is not None:
             figures = self._figures()
             name = file_name("image", figures.image, figures.workload)
             self._file.write(name, lambda slot: render(figures, slot))
@@ -442,7 +444,7 @@ class Upkeep:
             if time.monotonic() >= note_at_s:
                 note_at_s += _NOTE_USE_S
                 self._note_use()
-            received = self._streams.statistics().delivered_bytes
+            received = self._streams.fetcher.statistics().delivered_bytes
             if received - trimmed_at_bytes >= _GROWN_BYTES:
                 trimmed_at_bytes = received
                 self._room.make()

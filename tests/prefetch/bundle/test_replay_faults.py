@@ -182,7 +182,7 @@ def test_flipped_bytes_are_never_served(
     replay = image.replay(streams, *bundle)
     replay.start()
     check(image, streams, HOT)
-    assert streams.statistics().corrupt_count > 0
+    assert streams.fetcher.statistics().corrupt_count > 0
     wait_for(lambda: replay.has_ended)
     if every == 1:
         assert replay.error is not None
@@ -207,9 +207,9 @@ def test_a_bundle_that_hangs_is_left_for_the_blobs(
     assert replay.error is not None
     assert sum(WARNING in message for message in caplog.messages) == 1
     # Every later fault goes to the blobs at once.
-    assert streams.figures().bundle_wait_count == 1
+    assert streams.faults.snapshot().bundle_wait_count == 1
     check(image, streams, HOT[3:])
-    assert streams.figures().bundle_wait_count == 1
+    assert streams.faults.snapshot().bundle_wait_count == 1
     release.set()
     streams.close()
 

@@ -132,7 +132,7 @@ def fetched_bytes(node: PullingNode, layout: LayoutBuilder) -> int:
         try:
             assert all(len(blob.frames) for blob in tree.blobs)
             streams.fill()
-            return streams.statistics().fetched_bytes
+            return streams.fetcher.statistics().fetched_bytes
         finally:
             streams.close()
 
@@ -227,7 +227,7 @@ def test_no_frame_gets_into_a_pulled_stream(
         streams = image_bytes(node, index_digest, tree.blobs, store)
         try:
             assert bytes(streams.read(0, 0, length)) == right
-            assert streams.statistics().fetched_bytes > 0
+            assert streams.fetcher.statistics().fetched_bytes > 0
         finally:
             streams.close()
     assert NodeCache(node.settings.cache_dir).open_whole(diff_id) is None

@@ -39,7 +39,7 @@ def test_what_only_this_node_had_and_lost_is_an_error(image: Image, tmp_path: Pa
         with pytest.raises(CorruptError, match="stored nowhere"):
             streams.read(0, WHOLE_PIECE_BYTES, 512, reader=1, end=2**20)
     assert streams.fill_fetches() == []
-    assert streams.figures().failed_count == 2
+    assert streams.faults.snapshot().failed_count == 2
     assert not image.reads
     streams.close()
 
@@ -127,11 +127,11 @@ def test_a_read_that_waited_in_vain_is_not_waited_for_again(
     )
     with pytest.raises(DeadlineError):
         streams.read(0, 0, 128 * 1024)
-    count = streams.statistics().demand_count
+    count = streams.fetcher.statistics().demand_count
     for offset in (0, 4096, 100_000):
         with pytest.raises(DeadlineError):
             streams.read(0, offset, 4096)
-    assert streams.statistics().demand_count == count
+    assert streams.fetcher.statistics().demand_count == count
     silence.set()
     # The failure is forgotten in a moment, and the bytes are there.
     wait_for(lambda: _can_read(streams, 0, 4096))

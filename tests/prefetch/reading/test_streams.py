@@ -68,7 +68,7 @@ def test_reading_on_fetches_ahead(image: Image, tmp_path: Path) -> None:
     for offset in range(0, SIZES["big"] - 65536, 65536):
         data = streams.read(blob, start + offset, 65536, reader=1, end=start + SIZES["big"])
         assert bytes(data) == image.contents["big"][offset : offset + 65536]
-    figures = streams.figures()
+    figures = streams.faults.snapshot()
     assert figures.readahead_frame_count > figures.fault_frame_count
     streams.close()
 
@@ -78,7 +78,7 @@ def test_reading_here_and_there_does_not(image: Image, tmp_path: Path) -> None:
     blob, start, _ = image.place("big", 0, 1)
     for offset in (2_500_000, 100, 1_200_000, 2_000_000, 600_000):
         streams.read(blob, start + offset, 4096, reader=1, end=start + SIZES["big"])
-    assert streams.figures().readahead_frame_count == 0
+    assert streams.faults.snapshot().readahead_frame_count == 0
     streams.close()
 
 
@@ -155,7 +155,7 @@ def test_figures_say_where_bytes_came_from(image: Image, tmp_path: Path) -> None
     streams.read(blob, start, 4096)
     middle = streams.sources()
     streams.fill()
-    sources, figures = streams.sources(), streams.figures()
+    sources, figures = streams.sources(), streams.faults.snapshot()
     assert middle.cache_bytes >= 4096
     assert middle.fault_bytes > 0
     assert middle.readahead_bytes > 0
@@ -206,7 +206,7 @@ def test_what_another_process_is_fetching_is_not_fetched_twice(
                 other.stdin.write(answer)
                 other.stdin.close()
                 reader.join(60)
-                assert streams.figures().fault_count == 1
+                assert streams.faults.snapshot().fault_count == 1
                 assert bytes(streams.read(*place)) == content[:100]
                 assert not image.reads
             else:
