@@ -43,8 +43,8 @@ from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.linux.mount_table import mount_points
 from bootseer.linux.removal import empty_directory
 from bootseer.linux.root_paths import resolve_in_root
-from bootseer.served.cover_users import sweep_covers
 from bootseer.served.processes import Process
+from bootseer.served.users import sweep_overlays
 from bootseer.settings.config import Settings
 from bootseer.settings.values import AUTOMATIC_AGE_S
 from bootseer.snapshots import catalogue
@@ -314,7 +314,7 @@ def run_setup(
         BusyError: Another job runs on a target that this set-up would change.
     """
     one = _SetUp(settings, request, report, wait_s, lease_s, forks, host)
-    sweep_covers(settings.run_dir)
+    sweep_overlays(settings.run_dir)
     try:
         one.resolved = resolve(request, report, settings.cache_dir / "interpreters")
     except (InvalidInputError, NotFoundError):

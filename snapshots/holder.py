@@ -14,10 +14,10 @@ from msgspec import Struct
 from bootseer.base.documents import from_line
 from bootseer.errors import from_oserror
 from bootseer.linux.processes import ProcessId
-from bootseer.served.cover_users import stay_while_covered
 from bootseer.served.folders import MountState
-from bootseer.served.life import living
+from bootseer.served.life import hold_folder
 from bootseer.served.processes import HOLDER, Report, serve
+from bootseer.served.users import wait_until_unmounted
 from bootseer.settings.config import Settings
 from bootseer.snapshots.trees import NodeTrees
 
@@ -43,11 +43,11 @@ def _hold(line: bytes, report: Report) -> None:
         raise from_oserror(error, f"watch process {plan.launcher.pid}") from error
     digest = plan.state.index_digest
     with (
-        living(plan.state_dir, plan.state),
+        hold_folder(plan.state_dir, plan.state),
         NodeTrees(plan.settings).held(digest) if digest else contextlib.nullcontext(),
     ):
         if report.ready():
-            stay_while_covered(plan.state_dir, launcher)
+            wait_until_unmounted(plan.state_dir, launcher)
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from msgspec import Struct
 from bootseer.base.package_names import normal_name
 from bootseer.base.redact import HIDDEN, secret_values, strip_logins
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
-from bootseer.linux.root_paths import Place, resolve_in_root
+from bootseer.linux.root_paths import WorkingDirectory, resolve_in_root
 from bootseer.snapshots.commands import Hints, hints_of_script, is_on, merged, moved_to
 from bootseer.snapshots.parts import Part, Public
 from bootseer.snapshots.shell import COMPUTED, SHELLS, as_text, base_name, filled, has_marks
@@ -341,7 +341,7 @@ _PIP_SHOWN = {
 
 
 def settings_parts(
-    place: Place,
+    place: WorkingDirectory,
     tools: Collection[str],
     environ: Mapping[str, str],
     prefix: str,
@@ -379,7 +379,7 @@ def _shown(path: str, environ: Mapping[str, str]) -> str:
 
 
 def _candidates(
-    place: Place, tools: Collection[str], environ: Mapping[str, str], prefix: str
+    place: WorkingDirectory, tools: Collection[str], environ: Mapping[str, str], prefix: str
 ) -> Iterator[tuple[str, str]]:
     """(tool, path) of every file that may be there."""
     home = environ.get("HOME", "").rstrip("/")
@@ -423,7 +423,7 @@ def _candidates(
             yield "conda", path
 
 
-def _read(place: Place, path: str) -> str:
+def _read(place: WorkingDirectory, path: str) -> str:
     try:
         file = place.host(path)
         if not file.is_file() or file.stat().st_size > _BYTES_MAX:
@@ -530,7 +530,7 @@ class Inputs(Struct, frozen=True):
 
 
 def collect_inputs(
-    place: Place,
+    place: WorkingDirectory,
     declared: Iterable[str],
     hints: Hints,
     outputs: Sequence[bytes],
@@ -554,7 +554,7 @@ def collect_inputs(
 class _Collector:
     def __init__(
         self,
-        place: Place,
+        place: WorkingDirectory,
         outputs: Sequence[bytes],
         environ: Mapping[str, str],
         find: Callable[[str], str | None],

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from bootseer.base.redact import HIDDEN, redact, strip_logins
 from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.linux.processes import KILLED_S, wait_readable
-from bootseer.linux.root_paths import Place, find_program
+from bootseer.linux.root_paths import WorkingDirectory, find_program
 from bootseer.linux.scripts import RunOptions, as_script
 from bootseer.snapshots.commands import FILE_VARIABLES, Hints, hints_of, is_on
 from bootseer.snapshots.inputs import (
@@ -205,7 +205,7 @@ def resolve(request: Request, report: Report, known: Path | None = None) -> Reso
     _check_variables(request.variables)
     environ = os.environ if request.environ is None else request.environ
     directory = working_directory(request)
-    place = Place(request.root, directory)
+    place = WorkingDirectory(request.root, directory)
     hints = _with_values(hints_of(request.command), environ)
     if hints.uses_uv and not hints.environment_dirs:
         found_environment = find_uv_environment(place, environ)
@@ -291,7 +291,7 @@ def _shown_inputs(
     inputs: Inputs,
     command: Sequence[str],
     environ: Mapping[str, str],
-    place: Place,
+    place: WorkingDirectory,
     find: Callable[[str], str | None],
 ) -> Inputs:
     """Return the inputs for sentences about them: without the words that are hidden in the command

@@ -48,19 +48,19 @@ from bootseer.prefetch.cache.indexes import (
 )
 from bootseer.prefetch.serve.plan import ENVIRONMENT, ServeOptions, Serving, begin_serving
 from bootseer.served import processes
-from bootseer.served.cover_users import (
-    add_user,
-    is_others_only,
-    join,
-    only_lingers,
-    other_users,
-    sweep_covers,
-    take_off_all_unused,
-)
-from bootseer.served.covers import Cover, cover_at, covers, source_of, uncover
 from bootseer.served.ending import give_up
 from bootseer.served.folders import LINK as HOLDER
 from bootseer.served.folders import MountState, mounts_dir, new_mount_dir, read_state, wait_released
+from bootseer.served.overlays import Overlay, overlay_at, overlays, source_of, unmount_overlay
+from bootseer.served.users import (
+    add_user,
+    is_lingering,
+    is_others_only,
+    join,
+    other_users,
+    sweep_overlays,
+    unmount_all_unused,
+)
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue import admit_tree, find_cut_blob, read_encoded_tree
 from bootseer.snapshots.layers import is_opaque
@@ -173,10 +173,10 @@ def _cover(
 
 
 def _uncover(path: Path, identity: str) -> None:
-    cover = cover_at(path)
+    cover = overlay_at(path)
     if cover is not None and cover.id == identity:
         with contextlib.suppress(BootseerError):
-            uncover(cover)
+            unmount_overlay(cover)
 
 
 # ---- what is mounted already ------------------------------------------------------------------
@@ -185,15 +185,15 @@ def recover_mounts(settings: Settings, hosts: Iterable[Path]) -> None:
 
     Raises: BusyError where something has been mounted on top of it.
     """
-    sweep_covers(settings.run_dir)
-    paths = {cover.path for cover in covers()}
+    sweep_overlays(settings.run_dir)
+    paths = {cover.path for cover in overlays()}
     for path in paths.intersection(above for host in hosts for above in (host, *host.parents)):
-        while (cover := cover_at(path)) is not None:
+        while (cover := overlay_at(path)) is not None:
             state_dir = mounts_dir(settings.run_dir) / cover.id
             if not state_dir.is_dir() or os.path.isdir(state_dir / "users"):
                 break
             logger.warning("taking off %s, left by a run that was killed", path)
-            uncover(cover)
+            unmount_overlay(cover)
 
 
 def recover_mounts_from(settings: Settings, hosts: Iterable[Path], error: Exception) -> bool:
@@ -201,7 +201,7 @@ def recover_mounts_from(settings: Settings, hosts: Iterable[Path], error: Except
     server. One that is being killed still holds its lock for moments. Raises: as `recover`."""
     if not is_disconnected(error):
         return False
-    for cover in filter(None, map(cover_at, hosts)):
+    for cover in filter(None, map(overlay_at, hosts)):
         wait_released(mounts_dir(settings.run_dir) / cover.id, _END_S)
     recover_mounts(settings, hosts)
     return True
@@ -210,13 +210,13 @@ def recover_mounts_from(settings: Settings, hosts: Iterable[Path], error: Except
 class Found(Struct, frozen=True):
     """Cover on a target, and its record."""
 
-    cover: Cover
+    cover: Overlay
     record: Mounted
 
 
 def find_mounted(settings: Settings, host: Path) -> Found | None:
     """The snapshot that is mounted on `host`, if nothing was written there since but bytecode."""
-    cover = cover_at(host)
+    cover = overlay_at(host)
     if cover is None:
         return None
     record = _read(settings, cover)
@@ -237,8 +237,8 @@ def take_off_lingering(settings: Settings, hosts: Iterable[Path]) -> bool:
     BootseerError."""
     found = False
     for path in hosts:
-        while (cover := cover_at(path)) and only_lingers(mounts_dir(settings.run_dir) / cover.id):
-            uncover(cover)
+        while (cover := overlay_at(path)) and is_lingering(mounts_dir(settings.run_dir) / cover.id):
+            unmount_overlay(cover)
             found = True
     return found
 
@@ -255,11 +255,11 @@ def drop_damaged(settings: Settings, found: Iterable[Found]) -> bool:
         is_damaged = True
         logger.warning("what is mounted on %s is damaged in the store", one.cover.path)
         if not other_users(state_dir):
-            uncover(one.cover)
+            unmount_overlay(one.cover)
     return is_damaged
 
 
-def _read(settings: Settings, cover: Cover) -> Mounted | None:
+def _read(settings: Settings, cover: Overlay) -> Mounted | None:
     return read_private_file(mounts_dir(settings.run_dir) / cover.id / _RECORD, _FORM)
 
 
@@ -301,22 +301,22 @@ def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False)
     Raises: InvalidInputError if none is mounted; BusyError if files in it are open.
     """
     path = mount_table.absolute(directory)
-    cover = cover_at(path)
+    cover = overlay_at(path)
     if cover is None:
         # It may be called by a symbolic link, as the target was. What is mounted is never a link.
-        cover = cover_at(path.resolve())
+        cover = overlay_at(path.resolve())
     if cover is None:
         raise InvalidInputError(f"no snapshot is mounted on {path}")
     try:
-        uncover(cover, lazy=lazy)
+        unmount_overlay(cover, lazy=lazy)
     except BusyError as error:
         raise BusyError(f"{error}; {_way_out(cover.path)}") from error
     if not lazy and not wait_released(mounts_dir(settings.run_dir) / cover.id, _END_S):
         # It may take a while to make a large cache durable; no caller needs to wait for that.
         logger.info("the server of %s still tidies up", path)
     # That of a job which has ended, and could not take off what lay below another one.
-    take_off_all_unused(mounts_dir(settings.run_dir), cover.path)
-    return cover_at(cover.path) is not None
+    unmount_all_unused(mounts_dir(settings.run_dir), cover.path)
+    return overlay_at(cover.path) is not None
 
 
 class MountOutcome(Struct, frozen=True):
@@ -606,10 +606,10 @@ def _take_off_used(settings: Settings, target: Path) -> bool:
     """Whether another job's mounts were on it."""
     folder = mounts_dir(settings.run_dir)
     is_mounted = False
-    while any(one.path == target and is_others_only(folder / one.id) for one in covers()):
-        cover = cover_at(target)
+    while any(one.path == target and is_others_only(folder / one.id) for one in overlays()):
+        cover = overlay_at(target)
         if cover is None:
             raise BusyError(f"something else is mounted on {target}")
-        uncover(cover)
+        unmount_overlay(cover)
         is_mounted = True
     return is_mounted

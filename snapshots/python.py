@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from bootseer.base.documents import DocumentFormat
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.linux.private_files import read_private_file, write_private_file
-from bootseer.linux.root_paths import Place, find_program
+from bootseer.linux.root_paths import WorkingDirectory, find_program
 from bootseer.linux.scripts import RunOptions
 from bootseer.snapshots.parts import Part
 
@@ -106,7 +106,7 @@ _REMEMBERED: DocumentFormat[_Remembered] = DocumentFormat(
 )
 
 
-def find_python(place: Place, words: Sequence[str], search_path: str) -> str | None:
+def find_python(place: WorkingDirectory, words: Sequence[str], search_path: str) -> str | None:
     """The interpreter that the programs in `words` run in, the first that exists; else PATH's.
 
     `pip` and other console scripts name theirs in their first line; where that line is a shell
@@ -125,7 +125,7 @@ def find_python(place: Place, words: Sequence[str], search_path: str) -> str | N
     return None
 
 
-def find_uv_environment(place: Place, environ: Mapping[str, str]) -> str | None:
+def find_uv_environment(place: WorkingDirectory, environ: Mapping[str, str]) -> str | None:
     """The `.venv` here or in the nearest folder above that has one: what `uv pip` changes where no
     environment is active; None where one is."""
     if environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX"):

@@ -29,7 +29,7 @@ from bootseer.linux.private_files import (
     read_private_file,
     write_private_file,
 )
-from bootseer.linux.processes import boot_id, living_ids, note_process, notes, own_line
+from bootseer.linux.processes import boot_id, living_pids, note_names, note_process, own_ancestry
 from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import Hints, is_on
 from bootseer.snapshots.python import Interpreter
@@ -227,7 +227,7 @@ def _take(
         if time.monotonic() >= tell_at:
             tell_at = end
             holders = _holders(path)
-            if own_line().intersection(holders):
+            if own_ancestry().intersection(holders):
                 raise BusyError(f"this set-up runs within the set-up of {what}")
             report(f"{_name(holders)} on this node is setting up {what}; waiting")
         time.sleep(pause)
@@ -335,9 +335,9 @@ def other_users(run_dir: Path, targets: Iterable[Path]) -> dict[Path, int]:
     Processes that this one descends from are of the same job.
     """
     users = {}
-    ours = own_line()
+    ours = own_ancestry()
     used = {}
-    for name in notes(_record_path(run_dir, Path()).parent):
+    for name in note_names(_record_path(run_dir, Path()).parent):
         folder = _record_path(run_dir, Path()).with_name(name)
         if folder.suffix == _SUFFIX:
             with contextlib.suppress(OSError):
@@ -345,7 +345,7 @@ def other_users(run_dir: Path, targets: Iterable[Path]) -> dict[Path, int]:
     for target in targets:
         for path, folder in used.items():
             if path.is_relative_to(target) or target.is_relative_to(path):
-                for pid in living_ids(folder):
+                for pid in living_pids(folder):
                     if pid not in ours:
                         users[target] = pid
     return users
@@ -365,8 +365,8 @@ def _folder(run_dir: Path, target: Path) -> Path:
 
 
 def _forget_ended(folder: Path) -> None:
-    living = set(map(str, living_ids(folder)))
-    for name in notes(folder):
+    living = set(map(str, living_pids(folder)))
+    for name in note_names(folder):
         if name != _TARGET and name.partition("-")[0] not in living:
             with contextlib.suppress(OSError):
                 (folder / name).unlink()

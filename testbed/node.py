@@ -119,7 +119,7 @@ class Node:
                 continue
         return found
 
-    def mounts(self) -> list[mount_table.Mount]:
+    def mounts(self) -> list[mount_table.FuseMount]:
         """Return the FUSE mounts below the node's folder."""
         return [one for one in mount_table.fuse_mounts() if one.path.is_relative_to(self.base)]
 

@@ -13,10 +13,10 @@ from bootseer.cli.options import open_current_store
 from bootseer.cli.show import document_of, emit_records, emit_table, shows
 from bootseer.cli.text import human_bytes, say
 from bootseer.cli.tree import WrappingCommand, command, current_settings
-from bootseer.launch.caches.records import Record
+from bootseer.launch.caches.records import CacheRecord
 
 if TYPE_CHECKING:
-    from bootseer.launch.caches.finding import Job, Wish
+    from bootseer.launch.caches.finding import CacheJob, KeepRequest
     from bootseer.snapshots.manifest import Manifest
 
 
@@ -46,7 +46,7 @@ class ListedCache(Struct):
     cache: str
     generation: Generation | None
     """Null: the store has none."""
-    here: Record | None
+    here: CacheRecord | None
     """Null: this node knows nothing of it."""
 
 
@@ -70,7 +70,7 @@ class ExplainedCache(Struct):
     reason: str
     parts: dict[str, str]
     """Parts of the key, by name."""
-    here: Record | None
+    here: CacheRecord | None
     nearest: str | None
     """Of a miss: the key of the cache of that name that differs least."""
     differences: list[CacheDifference]
@@ -98,7 +98,7 @@ def _cells(one: ListedCache) -> tuple[object, ...]:
     return (one.key[:12], one.cache, *stored, _rate(one.here), last)
 
 
-def _rate(here: Record | None) -> str:
+def _rate(here: CacheRecord | None) -> str:
     if here is None or not here.hits + here.misses:
         return "-"
     return f"{here.hits} of {here.hits + here.misses}"
@@ -214,10 +214,10 @@ def cache_delete(key: str) -> Generation:
         return _generation(commands.delete(store, key))
 
 
-def _job(kept: tuple[str, ...], command: tuple[str, ...]) -> "tuple[Wish, Job]":
-    from bootseer.launch.caches.finding import Job, Wish
+def _job(kept: tuple[str, ...], command: tuple[str, ...]) -> "tuple[KeepRequest, CacheJob]":
+    from bootseer.launch.caches.finding import CacheJob, KeepRequest
 
-    return Wish(kept), Job(command, os.environ)
+    return KeepRequest(kept), CacheJob(command, os.environ)
 
 
 def _generation(manifest: "Manifest") -> Generation:

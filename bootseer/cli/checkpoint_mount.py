@@ -112,7 +112,7 @@ def checkpoint_mount(
     SIGTERM to the server unmounts.
     """
     from bootseer.fuse.striped.mounted.mount import make_mount_point, mount_checkpoints, mount_spec
-    from bootseer.launch.checkpoints import made_sentence
+    from bootseer.launch.checkpoints import created_warning
     from bootseer.linux.processes import ProcessId
 
     settings = current_settings()
@@ -140,13 +140,13 @@ def checkpoint_mount(
             tell(f"{public_url(url)} is mounted on {directory}")
             known = find_known(settings.run_dir, Path(spec.directory))
             if known is not None and known.state.root_was_made:
-                say(made_sentence(url))
+                say(created_warning(url))
             notify("READY=1")
 
         click.get_current_context().exit(warn_unwritten(serve_checkpoints(spec, ready)))
     mounted = mount_checkpoints(spec, forks=True)
     if mounted.root_was_made:
-        say(made_sentence(url))
+        say(created_warning(url))
     return document_of(
         NewCheckpointMount, mounted, url=public_url(mounted.url), created=mounted.root_was_made
     )

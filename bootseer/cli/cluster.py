@@ -254,9 +254,9 @@ def kubernetes_spawner(address: Path, grace_s: float, check: bool) -> None:
     first, and takes off what they have mounted.
     """
     if check:
-        from bootseer.served.spawner import answers
+        from bootseer.served.spawner import is_answering
 
-        if not answers(address):
+        if not is_answering(address):
             raise UnavailableError(f"no spawner answers on {address}")
         return
     from bootseer.kubernetes.mount_host import Spawner

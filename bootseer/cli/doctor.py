@@ -5,7 +5,7 @@ import click
 from bootseer.cli.show import shows
 from bootseer.cli.tree import SettingsSource, command
 from bootseer.errors import EXIT_FAILURE, EXIT_OK
-from bootseer.launch.doctor import Finding, Status, examine
+from bootseer.launch.doctor import CheckStatus, Finding, examine
 from bootseer.settings.config import load_config
 
 
@@ -13,7 +13,9 @@ from bootseer.settings.config import load_config
 @shows(
     list[Finding],
     *("check=name", "status", "seen", "what to do=advice"),
-    code=lambda found: EXIT_FAILURE if any(one.status is Status.FAIL for one in found) else EXIT_OK,
+    code=lambda found: (
+        EXIT_FAILURE if any(one.status is CheckStatus.FAIL for one in found) else EXIT_OK
+    ),
 )
 def doctor() -> list[Finding]:
     """Check kernel, FUSE, privileges, limits, folders, store and clock.

@@ -15,7 +15,7 @@ from bootseer.cli.show import emit_table, shows
 from bootseer.cli.text import printable, say, warn_unwritten
 from bootseer.cli.tree import command, current_settings
 from bootseer.errors import EXIT_FAILURE, EXIT_OK, DeadlineError, NotFoundError
-from bootseer.served.status import Entry
+from bootseer.served.status import StatusEntry
 
 CHECKPOINTS = ("checkpoints", "volume")
 _COLUMNS = ("kind", "what", "where", "since", "server", "users", "health")
@@ -28,10 +28,10 @@ _PUBLISH_S = 10.0
 class Served(Struct):
     """Mounts and background processes of this node; with DIR, the mount there."""
 
-    served: list[Entry]
+    served: list[StatusEntry]
 
 
-def _asked(found: Served) -> Entry | None:
+def _asked(found: Served) -> StatusEntry | None:
     """Return the row of the directory that the command names, if it names one."""
     return found.served[0] if click.get_current_context().params["directory"] else None
 
@@ -81,7 +81,7 @@ def status(directory: Path | None, wait_s: float | None) -> Served:
     return Served(node_entries(settings.run_dir))
 
 
-def _entry_at(run_dir: Path, directory: Path) -> Entry:
+def _entry_at(run_dir: Path, directory: Path) -> StatusEntry:
     """Return the row of the mount on `directory`, with the throughput of this moment.
 
     Raises: NotFoundError; UnavailableError, DeadlineError where a checkpoint mount's server is
@@ -89,13 +89,13 @@ def _entry_at(run_dir: Path, directory: Path) -> Entry:
     """
     from bootseer.fuse.striped.mounted.status import mount_status
     from bootseer.linux.mount_table import absolute
-    from bootseer.served.status import entry_of, known_servers
+    from bootseer.served.status import known_servers, status_entry
 
     path = str(absolute(directory))
     found = [
         entry
         for known in known_servers(run_dir)
-        if path in (*(entry := entry_of(known, run_dir)).where, known.state.directory)
+        if path in (*(entry := status_entry(known, run_dir)).where, known.state.directory)
     ]
     if not found:
         raise NotFoundError(
@@ -107,16 +107,21 @@ def _entry_at(run_dir: Path, directory: Path) -> Entry:
     return entry
 
 
-def node_entries(run_dir: Path) -> list[Entry]:
+def node_entries(run_dir: Path) -> list[StatusEntry]:
     """Return a row for each mount and background process of this node; asks the servers."""
     from bootseer.prefetch.warm.state import running_states
-    from bootseer.served.status import entry_of, foreign_entries, known_servers, unserving
+    from bootseer.served.status import (
+        background_entries,
+        foreign_entries,
+        known_servers,
+        status_entry,
+    )
 
     servers = known_servers(run_dir)
-    entries = [*(entry_of(one, run_dir) for one in servers), *unserving(run_dir)]
+    entries = [*(status_entry(one, run_dir) for one in servers), *background_entries(run_dir)]
     for state, log in running_states(run_dir):
         entries.append(
-            Entry(
+            StatusEntry(
                 kind="warming",
                 what=f"{state.get('workload', '')} ({state.get('action', '')})",
                 where=(str(state.get("directory", "")),),
@@ -133,7 +138,7 @@ def node_entries(run_dir: Path) -> list[Entry]:
     return [*entries, *foreign_entries(servers, run_dir)]
 
 
-def emit_entries(entries: Sequence[Entry]) -> None:
+def emit_entries(entries: Sequence[StatusEntry]) -> None:
     """Print a row for each entry, and a line for each that has a problem."""
     emit_table(_COLUMNS, map(_cells, entries))
     for one in entries:
@@ -142,7 +147,7 @@ def emit_entries(entries: Sequence[Entry]) -> None:
             click.echo(printable(f"{one.kind} {place}: {one.problem}; {one.remedy}"))
 
 
-def _cells(one: Entry) -> tuple[str, ...]:
+def _cells(one: StatusEntry) -> tuple[str, ...]:
     server = " ".join(str(pid) for pid in (one.pid, one.worker_pid) if pid)
     users = " ".join(map(str, one.users))
     what = one.what
@@ -198,12 +203,12 @@ def unmount(directory: Path, timeout_s: float | None, lazy: bool) -> Unmounted:
     from bootseer.fuse.striped.mounted.mount import unmount_checkpoints
     from bootseer.fuse.striped.mounted.options import SUBTYPE
     from bootseer.linux.mount_table import absolute, find_mount
-    from bootseer.served.covers import cover_at
+    from bootseer.served.overlays import overlay_at
     from bootseer.served.status import find_known
 
     settings = current_settings()
     path = absolute(directory)
-    if cover_at(path) is not None:
+    if overlay_at(path) is not None:
         from bootseer.snapshots.mounted import unmount_snapshot
 
         if timeout_s is not None:
@@ -235,11 +240,11 @@ def slurm_prolog() -> None:
     The comment is in SLURM_JOB_COMMENT: `bootseer standby --checkpoint URL:DIR`.
     """
     from bootseer.cli.run import hold
-    from bootseer.launch.slurm import tidy, wished_checkpoints
+    from bootseer.launch.slurm import requested_checkpoints, tidy
 
     settings = current_settings()
     tidy(settings, "", say)
-    wished = wished_checkpoints(os.environ.get("SLURM_JOB_COMMENT", ""))
+    wished = requested_checkpoints(os.environ.get("SLURM_JOB_COMMENT", ""))
     if wished:
         hold(settings, (), {**defaults(STANDBY), "checkpoints": tuple(wished)})
 
@@ -251,7 +256,7 @@ def slurm_epilog() -> None:
     Unmounts what the job has left, ends its servers, publishes the timelines of its starts, and
     keeps the cache below its limit.
     """
-    from bootseer.launch.attendant import publish_left
+    from bootseer.launch.attendant import publish_killed
     from bootseer.launch.slurm import tidy
     from bootseer.prefetch.cache.limit import CacheRoom
 
@@ -259,5 +264,5 @@ def slurm_epilog() -> None:
     job = os.environ.get("SLURM_JOB_ID", "")
     tidy(settings, job, say)
     if job:
-        publish_left(settings, job, _PUBLISH_S)
+        publish_killed(settings, job, _PUBLISH_S)
     CacheRoom(settings.cache_dir, settings.cache_limit_bytes).make()

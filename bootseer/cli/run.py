@@ -48,7 +48,7 @@ def start(config: Config, command: tuple[str, ...], options: Mapping[str, Any]) 
 
 def hold(settings: Settings, command: tuple[str, ...], options: Mapping[str, Any]) -> None:
     """Prepare a job and hold its mounts; or show or end the hold. Raises: as `start`."""
-    from bootseer.launch.attendant import release
+    from bootseer.launch.attendant import end_lingering
     from bootseer.launch.start import launch
     from bootseer.linux.removal import remove_tree
     from bootseer.settings.values import parse_linger
@@ -57,7 +57,7 @@ def hold(settings: Settings, command: tuple[str, ...], options: Mapping[str, Any
         _show_held(settings)
         return
     if options["ends"]:
-        release(settings)
+        end_lingering(settings)
         return
     if not (options["image"] or options["setups"] or options["checkpoints"] or command):
         raise InvalidInputError(
@@ -128,8 +128,8 @@ def _with_mode(settings: Settings, options: Mapping[str, Any]) -> Settings:
 def _show_held(settings: Settings) -> None:
     from bootseer.cli.node import emit_entries, node_entries
     from bootseer.errors import BootseerError, NotFoundError
-    from bootseer.launch.standby import expected_s, held_sentence
-    from bootseer.served.preload.launching import held as preloaders
+    from bootseer.launch.standby import expected_s, warm_sentence
+    from bootseer.served.preload.launching import warm_sentences as preloaders
     from bootseer.served.status import known_servers
 
     entries = node_entries(settings.run_dir)
@@ -148,7 +148,7 @@ def _show_held(settings: Settings) -> None:
         # The table says who does not answer.
         with contextlib.suppress(BootseerError):
             if known.is_running and known.state.pid in servers:
-                sentences.append(held_sentence(known))
+                sentences.append(warm_sentence(known))
     sentences += preloaders(settings)
     if (expected := expected_s(settings)) is not None:
         took_s, left_s = expected

@@ -153,7 +153,7 @@ def snapshot_run(wait_s: float, mode: str | None, **values: Any) -> Ran:
     `bootseer run --setup`. Exits with the command's own code when it fails. Trouble with the store
     only costs the restore: the command then runs as usual.
     """
-    from bootseer.launch.signals import StoppedError, StopSignals, end_by
+    from bootseer.launch.signals import StartStoppedError, StopSignals, end_by
     from bootseer.snapshots.environment import run_setup
 
     settings = current_settings()
@@ -163,7 +163,7 @@ def snapshot_run(wait_s: float, mode: str | None, **values: Any) -> Ran:
         # What the command has started ends, too, and the lease is given back.
         with StopSignals():
             result = run_setup(settings, _request(values), report=say, wait_s=wait_s, forks=True)
-    except StoppedError as stopped:
+    except StartStoppedError as stopped:
         say(f"the set-up was {stopped}; nothing was stored")
         end_by(stopped.number)
     return document_of(Ran, result)

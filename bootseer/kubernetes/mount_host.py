@@ -26,7 +26,7 @@ from bootseer.errors import BootseerError, PermissionDeniedError, from_oserror
 from bootseer.kubernetes.api import ACCOUNT, Api
 from bootseer.linux import mount_table, namespaces
 from bootseer.linux.private_files import private_directory
-from bootseer.linux.processes import ProcessId, be_subreaper, child_processes
+from bootseer.linux.processes import ProcessId, become_subreaper, child_processes
 from bootseer.linux.scripts import python_environment
 from bootseer.linux.systemd import notify
 from bootseer.served.control import listen
@@ -74,7 +74,7 @@ class Spawner:
 
     def run(self, on_ready: Callable[[], None]) -> None:
         """Serve clients until SIGTERM or SIGINT, then end all servers."""
-        be_subreaper()
+        become_subreaper()
         # A container that was killed with all of its servers left their mounts.
         sweep(self._run_dir)
         read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -222,7 +222,7 @@ class Spawner:
 
 
 def _unmount_users(
-    servers: Iterable[MountState], lies_over: Callable[[mount_table.Line], bool]
+    servers: Iterable[MountState], lies_over: Callable[[mount_table.MountInfoLine], bool]
 ) -> None:
     """Unmount the binds of these servers' mounts, such as volumes, and mounts that `lies_over`.
 

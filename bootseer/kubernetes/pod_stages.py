@@ -24,7 +24,7 @@ from bootseer.errors import BootseerError
 from bootseer.kubernetes.containerd import container
 from bootseer.linux.processes import ProcessId
 from bootseer.prefetch.snapshotter.snapshot import ImageMount
-from bootseer.profile.publish.note import Note, is_stored
+from bootseer.profile.publish.note import LauncherNote, is_stored
 from bootseer.profile.publish.round import publish
 from bootseer.served.control import ask
 from bootseer.served.folders import live_mounts
@@ -125,7 +125,7 @@ def pod_timeline(settings: Settings, start: PodStart, part: str) -> Iterator[Tim
     try:
         yield timeline
     finally:
-        _PUBLISHER.put(Note(settings, timeline.path, ProcessId(0, "")))
+        _PUBLISHER.put(LauncherNote(settings, timeline.path, ProcessId(0, "")))
 
 
 class _Publisher:
@@ -133,10 +133,10 @@ class _Publisher:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: deque[Note] = deque()
+        self._waiting: deque[LauncherNote] = deque()
         self._is_running = False
 
-    def put(self, note: Note) -> None:
+    def put(self, note: LauncherNote) -> None:
         """Queue a timeline; if the queue is full, drop the oldest one."""
         with self._lock:
             if len(self._waiting) >= _WAITING_MAX:
@@ -170,7 +170,7 @@ class _Publisher:
 _PUBLISHER = _Publisher()
 
 
-def _publish(note: Note) -> None:
+def _publish(note: LauncherNote) -> None:
     problems = publish([note], {}).problems
     for receiver, problem in problems.items():
         _log.warning("%s does not accept timeline %s: %s", receiver, note.timeline, problem)

@@ -1,5 +1,6 @@
-"""`bootseer run`: one start of a job. `start` owns the order of its stages, `checkpoints` and
-`image` one stage each, `signals` what a signal does before the job has taken over.
+"""`bootseer run`: one start of a job, from the command line's options to `exec` of the command.
 
-Only this package and `bootseer.cli` know `prefetch`, `snapshots` and `fuse` together.
+Public: `start.launch`, `job.Job`, `attendant`, `slurm`, `standby`, `doctor`, `formats`, and
+`caches` for kept caches. Only this package and `bootseer.cli` import `prefetch`, `snapshots` and
+`fuse` together; nothing but `bootseer.cli` imports this package.
 """

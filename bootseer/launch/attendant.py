@@ -1,16 +1,21 @@
-"""The process beside a start: it publishes the start's timeline, keeps its caches, and lingers.
+"""Background process of a start: publishes the timeline and kept caches, and keeps mounts alive.
 
-One attends each start on a node, however many launchers the start has there: a launcher leaves a
-note in the start's folder, and begins the process, as a copy of itself before any stage, unless
-one holds the folder's lock. A launcher is starting; then it is its job, and what it has left says
-what its caches are and whether it lingers; then the job is ready, and then over. What is to be
-done at each of these is a duty's (`profile.publish.duty`, `launch.caches.duty`), whose work runs in
-a copy of the process, with a limit and low priority. Where mounts linger the process is a user of
-all that the launcher uses (`served.cover_users`), so that the next start of the job finds it live.
+A start has one attendant per node, however many launchers (processes of `bootseer run`) it has
+there. Each launcher writes a note into the start's folder `run_dir/starts/ID`. If no process holds
+the folder's lock, the launcher also begins the attendant, as a copy of itself, before any stage.
+When the launcher becomes its job it writes a second file, the handoff: which caches the job has,
+and for how long mounts stay after it.
 
-Nothing depends on it: where it is killed, what is served goes with the job. SIGTERM ends the
-lingering, and the process once the last work is done; SIGHUP has it look for notes. Alone owns
-`run_dir/starts`. Main thread. The caller's side is light, since every start loads it.
+A *duty* (`profile.publish.duty`, `launch.caches.duty`) decides what to publish when the job is
+ready and when the job ends. Its work runs in a copy of the attendant, with a time limit and at low
+priority. If the job asked for lingering, the attendant registers as a user of every mount that the
+launcher uses (`served.users`), so that the next start of the job finds the mounts in place.
+
+No job depends on the attendant: if it is killed, the mounts end with the job. SIGTERM ends the
+lingering, and the process once its last work is done; SIGHUP makes it read new notes.
+
+Only this module writes to `run_dir/starts`. Main thread only. The launcher's side imports little,
+since every start loads it.
 """
 
 import contextlib
@@ -34,8 +39,8 @@ from bootseer.base.redact import public_url
 from bootseer.errors import BootseerError
 from bootseer.linux.locks import is_written, lock_file
 from bootseer.linux.private_files import private_directory, write_private_file
-from bootseer.linux.processes import Copy, ProcessId, in_a_copy, wait_readable
-from bootseer.profile.publish.note import Note, is_wanted
+from bootseer.linux.processes import ForkedWork, ProcessId, run_forked, wait_readable
+from bootseer.profile.publish.note import LauncherNote, is_wanted
 from bootseer.served.folders import (
     ATTENDING,
     MountState,
@@ -49,17 +54,17 @@ from bootseer.settings.config import Settings
 from bootseer.timeline.recorder import Timeline
 
 if TYPE_CHECKING:
-    # A start that nobody attends needs none of it.
+    # A start without an attendant does not load these.
     from bootseer.launch.caches.duty import CachesDuty
-    from bootseer.launch.caches.run import Kept
+    from bootseer.launch.caches.run import KeptCache
     from bootseer.served.processes import Process, Report
 
 _log = logging.getLogger(__name__)
 
 _LOCK = "lock"
-_NOTE, _TAKEN, _LEFT = ".note", ".taken", ".left"
-"""Suffixes of a launcher's note, of one that was read, and of what a launcher has left. They stay
-until all is published: Slurm may kill this process with the job."""
+_NOTE, _READ_NOTE, _HANDOFF = ".note", ".taken", ".left"
+"""File suffixes. The files stay until all is published: Slurm may kill the attendant with the job.
+"""
 _NICENESS = 15
 _ENDING = frozenset((signal.SIGTERM, signal.SIGINT))
 _SWEEP_S = 60.0
@@ -69,28 +74,26 @@ _KEPT_S = 2 * 86400.0
 _FILE_BYTES_MAX = 1 << 20
 
 
-class _Plan(Struct, frozen=True):
+class _AttendantPlan(Struct, frozen=True):
     folder: Path
     run_dir: Path
     job: str
     store_url: str
-    """As it is: notes are files, and have no secret."""
+    """URL with its credentials: the notes are files, so they hold the URL without them."""
 
 
 class _Attending(Struct, frozen=True):
-    """The attendant's answer."""
-
     process: ProcessId
 
 
-class _Left(Struct, frozen=True):
-    """What a launcher leaves when it becomes its job."""
+class _Handoff(Struct, frozen=True):
+    """Contents of the file that a launcher writes just before it becomes its job."""
 
     caches: list[dict[str, Any]] = []
     begun_ns: int = 0
     preloads: bool = False
     variables: dict[str, str] = {}
-    """By these, stages get on the timeline of the start."""
+    """Environment variables that let the attendant add stages to the start's timeline."""
     linger_s: float = 0.0
 
 
@@ -98,7 +101,7 @@ class _Left(Struct, frozen=True):
 
 
 class Attendant:
-    """The attendant of the start that this process is a launcher of, if it has one."""
+    """The launcher's handle on the attendant of its start."""
 
     def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
         self._settings = settings
@@ -107,15 +110,15 @@ class Attendant:
         self._publishes = False
         self._process: Process | None = None
 
-    def begin(self, timeline: Timeline, *, keeps: bool) -> None:
-        """Leave a note, and begin the process unless one attends the start. `keeps`: whether there
-        may be caches to be published. Before this process has threads, or enters a namespace.
+    def begin(self, timeline: Timeline, *, keeps_caches: bool) -> None:
+        """Write this launcher's note, and begin the attendant unless the start has one already.
 
-        Never raises: one warning where that fails.
+        Call it before this process has threads or enters a namespace. Never raises: a failure is
+        one warning. `keeps_caches`: whether the start may have kept caches to publish.
         """
         settings = self._settings
         publishes = self._publishes = timeline.is_written and is_wanted(settings)
-        if not (publishes or keeps or settings.linger_s):
+        if not (publishes or keeps_caches or settings.linger_s):
             return
         from bootseer.served.processes import ATTENDANT, start
 
@@ -123,13 +126,13 @@ class Attendant:
         shown = replace(settings, store_url=public_url(settings.store_url))
         process = ProcessId.of(os.getpid())
         slurm_job = os.environ.get("SLURM_JOB_ID", "")
-        note = Note(shown, timeline.path, process, ready_name, slurm_job, publishes)
+        note = LauncherNote(shown, timeline.path, process, ready_name, slurm_job, publishes)
         identity = _identity(settings)
         try:
             folder = private_directory(starts_dir(settings.run_dir) / identity)
             _write(folder / f"{process.pid}{_NOTE}", note)
             if _is_attended(folder):
-                # Else it sees the note by itself.
+                # Without a state the attendant is only beginning, and will find the note.
                 state = read_state(folder)
                 if state is not None:
                     state.process.kill(signal.SIGHUP)
@@ -137,48 +140,50 @@ class Attendant:
                 self._process = start(
                     ATTENDANT, settings.run_dir, identity=f"start-{identity}", copy=True
                 )
-                plan = _Plan(folder, settings.run_dir, settings.job, settings.store_url)
+                plan = _AttendantPlan(folder, settings.run_dir, settings.job, settings.store_url)
                 self._process.tell(plan)
                 self._process.go()
         except (BootseerError, OSError) as error:
-            self._complain(error)
+            self._warn(error)
             return
         self._folder = folder
         add_ready_names(os.environ, ready_name)
 
     def complete(
-        self, caches: Sequence["Kept"] = (), *, begun_ns: int = 0, preloads: bool = False
+        self, caches: Sequence["KeptCache"] = (), *, begun_ns: int = 0, preloads: bool = False
     ) -> None:
-        """Hand over what is to be done for the job that this process becomes now; what lingers
-        since earlier starts of the job goes, but for what this one uses. Never raises."""
+        """Write the handoff, then end what lingers from earlier starts of the job.
+
+        Mounts that this start uses stay. Never raises: a failure is one warning.
+        """
         settings = self._settings
         try:
-            attendant = self._hand_over(caches, begun_ns, preloads)
+            attendant = self._write_handoff(caches, begun_ns, preloads)
             if attendant is not None and settings.linger_s:
-                from bootseer.served.cover_users import linger
+                from bootseer.served.users import share_mounts
 
-                linger(settings.run_dir, attendant.pid)
+                share_mounts(settings.run_dir, attendant.pid)
         except (BootseerError, OSError) as error:
-            self._complain(error)
+            self._warn(error)
             attendant = None
-        if _has_left(settings.run_dir):
+        if _may_linger(settings.run_dir):
             with contextlib.suppress(OSError):
-                release(settings, but=attendant)
+                end_lingering(settings, keep=attendant)
 
-    def _hand_over(
-        self, caches: Sequence["Kept"], begun_ns: int, preloads: bool
+    def _write_handoff(
+        self, caches: Sequence["KeptCache"], begun_ns: int, preloads: bool
     ) -> ProcessId | None:
         if self._folder is None:
             return None
         names = ("BOOTSEER_TIMELINE", "TRACEPARENT")
-        left = _Left(
+        handoff = _Handoff(
             [to_builtins(one) for one in caches],
             begun_ns,
             preloads,
             {name: os.environ[name] for name in names if name in os.environ},
             self._settings.linger_s,
         )
-        _write(self._folder / f"{os.getpid()}{_LEFT}", left)
+        _write(self._folder / f"{os.getpid()}{_HANDOFF}", handoff)
         process, self._process = self._process, None
         if process is not None:
             return process.wait(answer=_Attending).process
@@ -186,8 +191,7 @@ class Attendant:
         return state.process if state is not None else None
 
     def abandon(self) -> None:
-        """The start has failed. What it leaves on its timeline is published all the same; where
-        that is not wanted, nothing is left to be done. Never raises."""
+        """Publish a failed start's timeline if wanted, and end the attendant. Never raises."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -199,26 +203,27 @@ class Attendant:
                 wait_readable([descriptor], _END_S)
                 os.close(descriptor)
 
-    def _complain(self, error: Exception) -> None:
+    def _warn(self, error: Exception) -> None:
         lingers = ", and nothing lingers after this job" if self._settings.linger_s else ""
         self._say(f"warning: the timeline of this start stays on this node{lingers}: {error}")
 
 
-def release(settings: Settings, but: ProcessId | None = None) -> None:
-    """End what lingers for the job, but for what the process `but` keeps. Raises: OSError."""
+def end_lingering(settings: Settings, keep: ProcessId | None = None) -> None:
+    """End the attendants of the job's earlier starts, and so the mounts that linger for the job.
+
+    The attendant `keep` goes on, and so does one whose job still runs. Raises: OSError.
+    """
     for _, state in attendants(settings.run_dir):
-        # One whose job lives goes some time after that.
         is_over = state.user is None or not state.user.lives()
-        if state.reference == settings.job and state.process != but and is_over:
+        if state.reference == settings.job and state.process != keep and is_over:
             state.process.kill(signal.SIGTERM)
     if (settings.run_dir / "preload").is_dir():
         from bootseer.served.preload import launching
 
-        launching.let_go(settings)
+        launching.end_preloaders(settings)
 
 
-def _has_left(run_dir: Path) -> bool:
-    """Return whether anything may linger on this node."""
+def _may_linger(run_dir: Path) -> bool:
     for name in ("mounts", "preload"):
         with contextlib.suppress(OSError):
             if os.listdir(run_dir / name):
@@ -252,19 +257,19 @@ class _Duty(Protocol):
     def due_s(self) -> float: ...
     def begin(self) -> bool: ...
     def work(self) -> bytes: ...
-    def took(self, answer: bytes) -> None: ...
+    def take_result(self, answer: bytes) -> None: ...
 
 
 class _Launcher(Struct, eq=False):
-    note: Note
-    has_left: bool = False
+    note: LauncherNote
+    has_handoff: bool = False
     caches: "CachesDuty | None" = None
 
 
-class _Attendance:
-    """The launchers of one start on this node, and what is to be done for them."""
+class _AttendantLoop:
+    """The launchers of one start on this node, and the duties for them."""
 
-    def __init__(self, plan: _Plan) -> None:
+    def __init__(self, plan: _AttendantPlan) -> None:
         from bootseer.profile.publish.duty import TimelineDuty
 
         self._plan = plan
@@ -272,10 +277,10 @@ class _Attendance:
         self._timeline = TimelineDuty()
         self._duties: list[_Duty] = [self._timeline]
         self._running: dict[int, _Launcher] = {}
-        """By a descriptor of the process."""
+        """Launchers whose process lives, by a pidfd of the process."""
         self._listening: dict[int, tuple[ReadySocket, _Launcher]] = {}
-        self._taken: list[Path] = []
-        self._work: tuple[_Duty, Copy] | None = None
+        self._read_paths: list[Path] = []
+        self._work: tuple[_Duty, ForkedWork] | None = None
         self._linger_s = 0.0
         self._until_s = 0.0
         self._scratch_s = math.inf
@@ -294,18 +299,18 @@ class _Attendance:
 
     # ---- launchers ----------------------------------------------------------------------------
 
-    def take_notes(self) -> bool:
-        """Take in launchers that came since. Return whether there are any."""
+    def read_notes(self) -> bool:
+        """Add the launchers whose notes are new. Return whether there are any."""
         new = False
         for path in sorted(self._folder.glob(f"*{_NOTE}")):
             with contextlib.suppress(OSError, BootseerError, ValueError):
-                path = path.rename(path.with_suffix(f".{len(self._taken)}{_TAKEN}"))
-                self._taken.append(path)
+                path = path.rename(path.with_suffix(f".{len(self._read_paths)}{_READ_NOTE}"))
+                self._read_paths.append(path)
                 new = True
-                self._take(_read_note(path, self._plan.store_url))
+                self._add_launcher(_read_note(path, self._plan.store_url))
         return new
 
-    def _take(self, note: Note) -> None:
+    def _add_launcher(self, note: LauncherNote) -> None:
         launcher = _Launcher(note)
         with contextlib.suppress(OSError):
             self._running[note.process.open()] = launcher
@@ -314,56 +319,55 @@ class _Attendance:
         listener = ReadySocket(note.ready_name)
         self._listening[listener.fileno()] = listener, launcher
 
-    def _look_at_left(self, launcher: _Launcher) -> None:
-        path = self._folder / f"{launcher.note.process.pid}{_LEFT}"
-        if launcher.has_left or not path.exists():
+    def _read_handoff(self, launcher: _Launcher) -> None:
+        path = self._folder / f"{launcher.note.process.pid}{_HANDOFF}"
+        if launcher.has_handoff or not path.exists():
             return
-        launcher.has_left = True
-        self._taken.append(path)
+        launcher.has_handoff = True
+        self._read_paths.append(path)
         with contextlib.suppress(OSError, BootseerError, ValueError):
-            left = from_line(path.read_bytes()[:_FILE_BYTES_MAX], _Left)
-            self._linger_s = max(self._linger_s, left.linger_s)
-            if left.caches or left.preloads:
+            handoff = from_line(path.read_bytes()[:_FILE_BYTES_MAX], _Handoff)
+            self._linger_s = max(self._linger_s, handoff.linger_s)
+            if handoff.caches or handoff.preloads:
                 from bootseer.launch.caches.duty import CachesDuty
-                from bootseer.launch.caches.run import Kept
+                from bootseer.launch.caches.run import KeptCache
 
                 launcher.caches = CachesDuty(
                     launcher.note.settings,
-                    from_builtins(left.caches, tuple[Kept, ...]),
-                    left.begun_ns,
-                    left.variables,
-                    preloads=left.preloads,
+                    from_builtins(handoff.caches, tuple[KeptCache, ...]),
+                    handoff.begun_ns,
+                    handoff.variables,
+                    preloads=handoff.preloads,
                 )
                 self._duties.append(launcher.caches)
 
-    def _ready(self, launcher: _Launcher) -> None:
-        self._look_at_left(launcher)
-        self._timeline.ready()
+    def _on_ready(self, launcher: _Launcher) -> None:
+        self._read_handoff(launcher)
+        self._timeline.on_ready()
         if launcher.caches is not None:
-            launcher.caches.ready()
+            launcher.caches.on_ready()
 
-    def _ended(self, descriptor: int) -> None:
+    def _on_exit(self, descriptor: int) -> None:
         launcher = self._running.pop(descriptor)
         os.close(descriptor)
-        self._look_at_left(launcher)
+        self._read_handoff(launcher)
         if launcher.caches is not None:
-            launcher.caches.over()
+            launcher.caches.on_exit()
         if not self._running:
-            self._over()
+            self._on_last_exit()
         elif self._state.user == launcher.note.process:
-            self._tell()
+            self._write_state()
 
-    def _over(self) -> None:
-        """All jobs have ended."""
-        self._timeline.over()
+    def _on_last_exit(self) -> None:
+        self._timeline.on_exit()
         if self._linger_s:
             now_s = time.monotonic()
             self._until_s = now_s + self._linger_s
             self._scratch_s = now_s
-        self._tell()
+        self._write_state()
 
-    def _tell(self) -> None:
-        """Write what `bootseer status` shows, and later starts act upon."""
+    def _write_state(self) -> None:
+        """Write the state that `bootseer status` and later starts read."""
         user = next((one.note.process for one in self._running.values()), None)
         until_ns = 0
         if self._until_s:
@@ -372,22 +376,22 @@ class _Attendance:
         with contextlib.suppress(BootseerError):
             write_state(self._folder, self._state)
 
-    def _released(self) -> None:
-        """Somebody wants what lingers to go: the last work is done, and then it does."""
+    def _stop_lingering(self) -> None:
+        """Treat every job as ended, so that the process ends after its last work."""
         for descriptor in tuple(self._running):
-            self._ended(descriptor)
+            self._on_exit(descriptor)
         self._until_s = 0.0
 
     # ---- the loop -----------------------------------------------------------------------------
 
     def run(self, report: "Report", wake: int) -> None:
-        """Until all is done that is to be expected."""
-        self.take_notes()
-        self._tell()
+        """Serve the launchers until nothing is left to do or to wait for."""
+        self.read_notes()
+        self._write_state()
         report.ready(_Attending(self._state.process))
         if not self._running:
-            self._over()
-        while self._goes_on():
+            self._on_last_exit()
+        while self._has_work():
             for one in wait_readable(
                 [
                     wake,
@@ -397,26 +401,26 @@ class _Attendance:
                 ],
                 self._wait_s(),
             ):
-                self._hear(one, wake)
+                self._handle(one, wake)
             if time.monotonic() >= self._scratch_s:
                 self._clear_scratch()
             self._work_on()
 
-    def _hear(self, one: int, wake: int) -> None:
+    def _handle(self, one: int, wake: int) -> None:
         if one == wake:
             if not _ENDING.isdisjoint(os.read(wake, 4096)):
-                self._released()
-            elif self.take_notes():
-                self._tell()
+                self._stop_lingering()
+            elif self.read_notes():
+                self._write_state()
         elif one in self._running:
-            self._ended(one)
+            self._on_exit(one)
         elif one in self._listening:
             listener, launcher = self._listening[one]
             if listener.take():
                 del self._listening[one]
                 listener.close()
-                self._ready(launcher)
-        elif self._work is not None and self._work[1].hear():
+                self._on_ready(launcher)
+        elif self._work is not None and self._work[1].read():
             self._take_result()
 
     def _work_on(self) -> None:
@@ -426,28 +430,28 @@ class _Attendance:
             return
         for duty in self._duties:
             if duty.due_s() <= time.monotonic() and duty.begin():
-                # Of launchers whose note nobody has told of.
-                self.take_notes()
-                self._work = duty, Copy(partial(_work, duty), duty.limit_s)
+                # A launcher may have failed to send SIGHUP for its note.
+                self.read_notes()
+                self._work = duty, ForkedWork(partial(_work, duty), duty.limit_s)
                 return
 
     def _take_result(self) -> None:
         assert self._work is not None
         duty, copy = self._work
         self._work = None
-        duty.took(copy.result())
+        duty.take_result(copy.result())
 
-    def _goes_on(self) -> bool:
+    def _has_work(self) -> bool:
         is_at_work = self._work is not None or any(one.due_s() < math.inf for one in self._duties)
         if self._running:
             for launcher in self._running.values():
-                self._look_at_left(launcher)
+                self._read_handoff(launcher)
             waits = self._linger_s or any(
-                not one.has_left or one.caches is not None for one in self._running.values()
+                not one.has_handoff or one.caches is not None for one in self._running.values()
             )
             return is_at_work or bool(waits) or not self._timeline.is_over
         if self._until_s:
-            # A copy that works ends by itself.
+            # A copy that is still at work does not need this process: its own limit ends it.
             return time.monotonic() < self._until_s
         return is_at_work
 
@@ -463,8 +467,7 @@ class _Attendance:
         return None if wait_s == math.inf else max(wait_s, 0.0)
 
     def _clear_scratch(self) -> None:
-        """Remove what containers wrote that are over; processes that a job has left may use it
-        yet."""
+        """Remove the files that ended containers wrote; try again later if some are in use."""
         from bootseer.served.ending import remove_ended_scratch
 
         self._scratch_s = math.inf
@@ -473,25 +476,24 @@ class _Attendance:
             self._pause_s = min(2 * self._pause_s, _LOOK_MAX_S)
 
     def forget_notes(self) -> None:
-        """Remove the notes: all is published, or will not be."""
-        for path in (*self._taken, self._folder / "state.json"):
+        for path in (*self._read_paths, self._folder / "state.json"):
             path.unlink(missing_ok=True)
 
 
 def _work(duty: _Duty) -> bytes:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Whatever becomes of who waits for it.
+    # The limit holds even if the attendant, which would enforce it, has died.
     signal.alarm(math.ceil(duty.limit_s))
     return duty.work()
 
 
-def _attend(line: bytes, report: "Report") -> None:
-    plan = from_line(line, _Plan)
+def _run_attendant(line: bytes, report: "Report") -> None:
+    plan = from_line(line, _AttendantPlan)
     os.nice(_NICENESS)
-    wake, told = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    wake, signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     for number in (*_ENDING, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
     while True:
         try:
             lock = lock_file(plan.folder / _LOCK, 0)
@@ -499,24 +501,26 @@ def _attend(line: bytes, report: "Report") -> None:
             state = read_state(plan.folder)
             report.ready(_Attending(state.process if state else ProcessId(0, "")))
             return
-        attendance = _Attendance(plan)
-        attendance.run(report, wake)
-        attendance.forget_notes()
+        loop = _AttendantLoop(plan)
+        loop.run(report, wake)
+        loop.forget_notes()
         (plan.folder / _LOCK).unlink(missing_ok=True)
         os.close(lock)
         try:
             plan.folder.rmdir()
         except OSError:
-            # A launcher came this moment, and may have found the lock taken.
+            # A launcher wrote a note at this moment, and may have seen the lock held.
             if any(plan.folder.glob(f"*{_NOTE}")):
                 continue
         break
-    in_a_copy(lambda: _sweep(plan.run_dir), _SWEEP_S)
+    run_forked(lambda: _sweep(plan.run_dir), _SWEEP_S)
 
 
-def publish_left(settings: Settings, slurm_job: str, limit_s: float) -> None:
-    """Publish the timelines of a job of Slurm that is over, as far as its end has killed who would
-    have done so; for at most so long each. For a process without threads."""
+def publish_killed(settings: Settings, slurm_job: str, limit_s: float) -> None:
+    """Publish the timelines of attendants that Slurm killed with their job.
+
+    Each start may take `limit_s`. Call it from a process without threads.
+    """
     from bootseer.profile.publish.duty import TimelineDuty
 
     with contextlib.suppress(FileNotFoundError):
@@ -524,35 +528,34 @@ def publish_left(settings: Settings, slurm_job: str, limit_s: float) -> None:
             with contextlib.suppress(OSError):
                 lock = lock_file(folder / _LOCK, 0)
                 duty = TimelineDuty(limit_s)
-                taken = []
+                read_paths = []
                 for path in sorted(folder.iterdir()):
                     with contextlib.suppress(OSError, BootseerError, ValueError):
-                        if path.suffix in (_NOTE, _TAKEN):
+                        if path.suffix in (_NOTE, _READ_NOTE):
                             note = _read_note(path, settings.store_url)
                             if note.slurm_job == slurm_job:
-                                taken.append(path)
+                                read_paths.append(path)
                                 if note.publishes:
                                     duty.add(note)
                 duty.publish()
-                for path in taken:
+                for path in read_paths:
                     path.unlink(missing_ok=True)
-                if not any(one.suffix in (_NOTE, _TAKEN) for one in folder.iterdir()):
+                if not any(one.suffix in (_NOTE, _READ_NOTE) for one in folder.iterdir()):
                     for path in folder.iterdir():
                         path.unlink()
                 os.close(lock)
                 folder.rmdir()
 
 
-def _read_note(path: Path, store_url: str) -> Note:
-    """Raises: OSError, CorruptError, ValueError."""
-    note = from_line(path.read_bytes()[:_FILE_BYTES_MAX], Note)
+def _read_note(path: Path, store_url: str) -> LauncherNote:
+    note = from_line(path.read_bytes()[:_FILE_BYTES_MAX], LauncherNote)
     if public_url(store_url) == note.settings.store_url:
         note = replace(note, settings=replace(note.settings, store_url=store_url))
     return note
 
 
 def _sweep(run_dir: Path) -> bytes:
-    """Remove what killed processes left, and logs that nobody has read. Never raises."""
+    """Remove the leftovers of killed processes, and old logs. Never raises."""
     from bootseer.linux.removal import remove_tree
     from bootseer.served.ending import sweep
 
@@ -567,17 +570,17 @@ def _sweep(run_dir: Path) -> bytes:
                     if is_old and not is_written(old):
                         old.unlink()
                 elif status.st_mtime < before_s:
-                    # The process that serves it holds the lock.
+                    # A living attendant holds the lock: TimeoutError, and the folder stays.
                     os.close(lock_file(old / _LOCK, 0))
                     remove_tree(old)
     return b""
 
 
 def main() -> int:
-    """The exit code: 0 at its end."""
+    """Run the attendant of a start; the plan comes on standard input. Return the exit code."""
     from bootseer.served.processes import ATTENDANT, serve
 
-    return serve(ATTENDANT, _attend)
+    return serve(ATTENDANT, _run_attendant)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The checkpoint stage of a start: mounts in the background while other stages run.
+"""Checkpoint stage of a start: mounts checkpoint folders while the other stages run.
 
-Each folder has a process of its own, which mounts it or takes over what the last start has left
-(`fuse.striped.mounted.job_mount`).
+Each folder has a server process (`fuse.striped.mounted.job_mount`), which mounts the folder or
+takes over the mount that lingers from the job's last start.
 
-Threading: `start` once, while there is one thread; then `finish` or `abandon` from the same.
+Threads: call `start` while the process has one thread, then `finish` or `abandon` from that thread.
 """
 
 import contextlib
@@ -24,26 +24,26 @@ from bootseer.settings.config import Settings
 from bootseer.timeline.otlp import LIVE
 
 if TYPE_CHECKING:
-    # A start without checkpoints needs none of it.
+    # A start without checkpoints does not load these.
     from bootseer.fuse.striped.mounted.job_mount import Mounted
     from bootseer.served.processes import Process
 
 _log = logging.getLogger(__name__)
 
 _BUSY_S = 5.0
-# For a process that mounts to take back what it has half done.
+# Time for a mount process to undo a mount that it has half made.
 _END_S = 5.0
 
 
 class CheckpointPath(Struct, frozen=True):
-    """A remote folder and where the job sees it."""
+    """A remote folder and the directory where the job sees it."""
 
     url: str
     directory: str
 
 
 def parse_checkpoint(text: str) -> CheckpointPath:
-    """Parses `URL:DIR`, where DIR is absolute. Pure. Raises: InvalidInputError."""
+    """Return the parts of `URL:DIR`, where DIR is absolute. Pure. Raises: InvalidInputError."""
     url, _, directory = text.rpartition(":")
     if not url or not directory.startswith("/") or directory.startswith("//"):
         raise InvalidInputError(
@@ -53,15 +53,15 @@ def parse_checkpoint(text: str) -> CheckpointPath:
     return CheckpointPath(check_spelling(url), directory)
 
 
-def made_sentence(url: str) -> str:
-    """For people, of a remote folder that a mount has made: it may have been misspelt. Pure."""
-    return f"warning: {public_url(url)} was not there: created, empty; there is no checkpoint in it"
+def created_warning(url: str) -> str:
+    """Return the warning that a mount has created its remote folder: the URL may be misspelt."""
+    return f"warning: {public_url(url)} was not there: created, empty; it has no checkpoint"
 
 
 class CheckpointMounts:
-    """Mounts checkpoint folders for the job that this process is going to be.
+    """Mounts of checkpoint folders for the job that this process is going to be.
 
-    `aside`: they are mounted in the run directory, to be bound into a container's root later.
+    With `aside` they are mounted in the run directory, to be bound into a container's root later.
     """
 
     def __init__(
@@ -76,18 +76,18 @@ class CheckpointMounts:
         self._say = say
         self._paths = paths
         self._aside = settings.run_dir / "checkpoints" if aside else None
-        # Process ids come again, perhaps while a mount of an earlier one lingers.
+        # The kernel reuses process ids, perhaps while a mount of an earlier process lingers.
         name = f"{os.getpid()}-{time.time_ns()}"
         self._directories = [
             Path(path.directory) if self._aside is None else self._aside / f"{name}-{number}"
             for number, path in enumerate(paths)
         ]
         self._processes: list[Process] = []
-        self._heard: set[int] = set()
+        self._answered: set[int] = set()
         self._mounted: dict[int, Mounted] = {}
 
     def start(self) -> None:
-        """Begin to mount; returns at once. Raises: BootseerError."""
+        """Begin a mount process for each folder; do not wait. Raises: BootseerError."""
         if not self._paths:
             return
         from bootseer.fuse.striped.mounted.job_mount import JobMount
@@ -114,33 +114,33 @@ class CheckpointMounts:
             process.go()
 
     def check(self) -> None:
-        """Raises what a mount has failed with by now; does not wait."""
+        """Raise the error of a mount that has failed by now; do not wait."""
         for number, process in enumerate(self._processes):
             if process.is_answered():
-                self._hear(number, 0.0)
+                self._take_answer(number, 0.0)
 
     def finish(self) -> list[tuple[Path, str]]:
-        """Wait for the mounts: (where it is mounted, where the job wants it).
+        """Wait for the mounts. Return (mounted directory, directory that the job wants) for each.
 
-        The limit counts from this call: what the start did meanwhile may have taken hours.
+        The limit counts from this call, since the start may have spent hours on other stages.
 
-        Raises: what a mount failed with; DeadlineError.
+        Raises: the error of a mount that failed; DeadlineError.
         """
         # Each mount has deadlines of its own, within which it succeeds or fails.
         limit_s = (_BUSY_S + 2 * self._settings.deadline_s) * len(self._paths)
-        # What has failed is heard before what takes its time.
+        # Report a failed mount before waiting for a slow one.
         self.check()
         deadline_s = time.monotonic() + limit_s
         for number in range(len(self._processes)):
-            self._hear(number, max(deadline_s - time.monotonic(), 0.0))
+            self._take_answer(number, max(deadline_s - time.monotonic(), 0.0))
         found = [self._mounted[number].directory for number in range(len(self._paths))]
         return list(zip(found, (path.directory for path in self._paths), strict=True))
 
-    def _hear(self, number: int, timeout_s: float) -> None:
+    def _take_answer(self, number: int, timeout_s: float) -> None:
         """Take the answer of one mount, unless it was taken before. Raises: as `finish`."""
-        if number in self._heard:
+        if number in self._answered:
             return
-        self._heard.add(number)
+        self._answered.add(number)
         from bootseer.fuse.striped.mounted.job_mount import Mounted
 
         try:
@@ -154,36 +154,32 @@ class CheckpointMounts:
             raise type(error)(f"cannot mount a checkpoint folder: {error}") from error
         self._mounted[number] = mounted
         if mounted.made:
-            self._say(made_sentence(self._paths[number].url))
+            self._say(created_warning(self._paths[number].url))
 
     def abandon(self) -> None:
-        """Unmount what was mounted: the start has failed. Never raises."""
+        """Unmount the folders, since the start has failed. Never raises."""
         if not self._processes:
             return
+        from bootseer.fuse.striped.mounted.mount import unmount_checkpoints
         from bootseer.served.ending import give_up
         from bootseer.served.folders import mounts_dir
 
         for number, process in enumerate(self._processes):
             with contextlib.suppress(BootseerError, OSError):
                 if process.is_answered():
-                    self._hear(number, 0.0)
-            # One that mounts yet hears by this that nobody waits.
+                    self._take_answer(number, 0.0)
+            # A process that is still mounting learns from this that nobody waits for it.
             process.abandon()
         for number, process in enumerate(self._processes):
             mounted = self._mounted.get(number)
             if mounted is None:
                 give_up(mounts_dir(self._settings.run_dir) / process.identity, _END_S)
             elif mounted.how != LIVE:
-                # What lingers is there for the next start.
+                # A mount taken over from the last start stays for the next one.
                 try:
-                    self._unmount(mounted.directory)
+                    unmount_checkpoints(self._settings.run_dir, mounted.directory, timeout_s=_END_S)
                 except (BootseerError, OSError) as error:
                     _log.debug("cannot unmount %s: %s", mounted.directory, error)
         for directory in self._directories if self._aside is not None else ():
             with contextlib.suppress(OSError):
                 directory.rmdir()
-
-    def _unmount(self, directory: Path) -> None:
-        from bootseer.fuse.striped.mounted.mount import unmount_checkpoints
-
-        unmount_checkpoints(self._settings.run_dir, directory, timeout_s=_END_S)

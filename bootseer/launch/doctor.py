@@ -1,7 +1,7 @@
-"""Checks of this machine, each with what to do about a bad result.
+"""Checks of this machine, each with advice about a bad result.
 
-A check looks and reports; it changes nothing but a few small probe objects in the store, the cache
-and the run directory, which it removes. No check raises, and each ends within the deadline.
+A check changes nothing, except that a few small probe objects are written to the store, the cache
+and the run directory, and removed again. No check raises, and each ends within the deadline.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _OPEN_FILES_WANTED = 4096
 _FREE_BYTES_WANTED = 10 * 10**9
 # Leases compare wall clocks of different nodes; see docs/format/store.md.
 _CLOCK_SKEW_S = 5.0
-# Of file systems that are one node's alone; of others nobody can say.
+# Types of file systems that only one node can have mounted.
 _LOCAL = frozenset(
     (
         *("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "ntfs3", "overlay", "ramfs"),
@@ -46,8 +46,8 @@ _LOCAL = frozenset(
 )
 
 
-class Status(StrEnum):
-    """How a check ended."""
+class CheckStatus(StrEnum):
+    """Outcome of a check."""
 
     OK = "ok"
     WARN = "warn"
@@ -56,10 +56,10 @@ class Status(StrEnum):
 
 
 class Finding(Struct, frozen=True):
-    """One check's result: what was seen and, unless all is well, what to do."""
+    """Result of one check: the observation and, unless all is well, advice."""
 
     name: str
-    status: Status
+    status: CheckStatus
     seen: str
     advice: str = ""
 
@@ -70,57 +70,57 @@ def _kernel(settings: Settings) -> Iterator[Finding]:
     version = (int(match[1]), int(match[2])) if match else (0, 0)
     if platform.system() != "Linux" or version < _KERNEL_MINIMUM:
         advice = "use Linux 5.4 or newer"
-        yield Finding("kernel", Status.FAIL, f"{platform.system()} {release}", advice)
+        yield Finding("kernel", CheckStatus.FAIL, f"{platform.system()} {release}", advice)
     elif version < _KERNEL_FULL:
         advice = "Linux 6.9 or newer adds passthrough reads and restarts that readers do not see"
-        yield Finding("kernel", Status.WARN, release, advice)
+        yield Finding("kernel", CheckStatus.WARN, release, advice)
     else:
-        yield Finding("kernel", Status.OK, release)
+        yield Finding("kernel", CheckStatus.OK, release)
 
 
 def _fuse(settings: Settings) -> Iterator[Finding]:
     device = Path("/dev/fuse")
     if not device.exists():
         advice = "run `modprobe fuse`; in a container add `--device /dev/fuse`"
-        yield Finding("/dev/fuse", Status.FAIL, "missing", advice)
+        yield Finding("/dev/fuse", CheckStatus.FAIL, "missing", advice)
         return
     if not os.access(device, os.R_OK | os.W_OK):
         advice = "make it readable and writable for this user (mode 0666 is usual)"
-        yield Finding("/dev/fuse", Status.FAIL, "no permission", advice)
+        yield Finding("/dev/fuse", CheckStatus.FAIL, "no permission", advice)
         return
-    yield Finding("/dev/fuse", Status.OK, "usable")
+    yield Finding("/dev/fuse", CheckStatus.OK, "usable")
     if has_capability(_CAP_SYS_ADMIN):
-        yield Finding("mount", Status.OK, "CAP_SYS_ADMIN: mounts directly")
+        yield Finding("mount", CheckStatus.OK, "CAP_SYS_ADMIN: mounts directly")
     elif shutil.which("fusermount3") or shutil.which("fusermount"):
         seen = "through fusermount3: no passthrough; containers need user namespaces"
         advice = "run as root, or with CAP_SYS_ADMIN, for `bootseer run --image` at full speed"
-        yield Finding("mount", Status.WARN, seen, advice)
+        yield Finding("mount", CheckStatus.WARN, seen, advice)
     else:
         advice = "install the package fuse3, or run with CAP_SYS_ADMIN"
-        yield Finding("mount", Status.FAIL, "neither CAP_SYS_ADMIN nor fusermount3", advice)
+        yield Finding("mount", CheckStatus.FAIL, "neither CAP_SYS_ADMIN nor fusermount3", advice)
 
 
 def _containers(settings: Settings) -> Iterator[Finding]:
     if "overlay" in Path("/proc/filesystems").read_text().split():
-        yield Finding("overlayfs", Status.OK, "in the kernel")
+        yield Finding("overlayfs", CheckStatus.OK, "in the kernel")
     else:
         advice = "run `modprobe overlay`; `bootseer run --image` needs it"
-        yield Finding("overlayfs", Status.FAIL, "not in the kernel", advice)
+        yield Finding("overlayfs", CheckStatus.FAIL, "not in the kernel", advice)
     runtime = shutil.which("runc")
     if runtime:
-        yield Finding("runtime", Status.OK, f"runc at {runtime}")
+        yield Finding("runtime", CheckStatus.OK, f"runc at {runtime}")
     else:
         advice = "install runc for full isolation; without it namespaces and chroot are used"
-        yield Finding("runtime", Status.WARN, "no runc", advice)
+        yield Finding("runtime", CheckStatus.WARN, "no runc", advice)
 
 
 def _limits(settings: Settings) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _OPEN_FILES_WANTED:
         advice = f"raise the limit to {_OPEN_FILES_WANTED} or more (`ulimit -n`, LimitNOFILE=)"
-        yield Finding("open files", Status.WARN, f"{soft} (hard limit {hard})", advice)
+        yield Finding("open files", CheckStatus.WARN, f"{soft} (hard limit {hard})", advice)
     else:
-        yield Finding("open files", Status.OK, f"{soft}")
+        yield Finding("open files", CheckStatus.OK, f"{soft}")
 
 
 def _folder(name: str, path: Path, advice: str) -> Finding:
@@ -128,11 +128,11 @@ def _folder(name: str, path: Path, advice: str) -> Finding:
     try:
         make_private_directory(path)
         with probe.open("xb") as file:
-            # A hole, as the image cache makes them: a file system without them fills the disk.
+            # The image cache makes sparse files; a file system without them would fill the disk.
             file.truncate(1 << 20)
             sparse = os.fstat(file.fileno()).st_blocks * 512 < 1 << 20
     except OSError as error:
-        return Finding(name, Status.FAIL, f"{path}: {error.strerror}", advice)
+        return Finding(name, CheckStatus.FAIL, f"{path}: {error.strerror}", advice)
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
@@ -140,8 +140,8 @@ def _folder(name: str, path: Path, advice: str) -> Finding:
     seen = f"{path}: {free_bytes / 1e9:.1f} GB free"
     if not sparse:
         hint = "put it on ext4, xfs, btrfs or tmpfs: this file system has no sparse files"
-        return Finding(name, Status.WARN, f"{seen}, no sparse files", hint)
-    return Finding(name, Status.OK, seen)
+        return Finding(name, CheckStatus.WARN, f"{seen}, no sparse files", hint)
+    return Finding(name, CheckStatus.OK, seen)
 
 
 def _trust(settings: Settings) -> Iterator[Finding]:
@@ -153,18 +153,18 @@ def _trust(settings: Settings) -> Iterator[Finding]:
     }
     advice = "make it this user's own (chown, chmod go-w), or name its owner in trusted_owners"
     for name, fault in faults.items():
-        yield Finding("trust", Status.WARN, f"{name} is not used: {fault}", advice)
+        yield Finding("trust", CheckStatus.WARN, f"{name} is not used: {fault}", advice)
     if not faults:
-        yield Finding("trust", Status.OK, "nobody else can write to the folders that are set")
+        yield Finding("trust", CheckStatus.OK, "nobody else can write to the folders that are set")
 
 
 def _folders(settings: Settings) -> Iterator[Finding]:
     cache = _folder("cache", settings.cache_dir, "set --cache-dir to a writable local folder")
-    if cache.status is Status.OK and shutil.disk_usage(settings.cache_dir).free < (
+    if cache.status is CheckStatus.OK and shutil.disk_usage(settings.cache_dir).free < (
         _FREE_BYTES_WANTED
     ):
         advice = "free some space, or set --cache-dir to a larger disk"
-        cache = Finding("cache", Status.WARN, cache.seen, advice)
+        cache = Finding("cache", CheckStatus.WARN, cache.seen, advice)
     yield cache
     yield _folder("run", settings.run_dir, "set --run-dir to a writable local folder")
 
@@ -180,7 +180,7 @@ _RIGHTS = {
     ),
     "azure": ("list", "write", "read", "delete"),
 }
-"""What the credentials for a bucket must be allowed to, in the words of its policies."""
+"""Rights that the credentials for a bucket need, in the words of the bucket's policies."""
 _STORE_ADVICE = "check the URL (--store), the network and the permissions"
 
 
@@ -197,16 +197,16 @@ def _unwritable_store(settings: Settings, error: Exception) -> Finding:
     kind = BUCKETS.get(split_scheme(settings.store_url))
     if kind and (missing := _missing_rights(settings, kind)):
         seen = f"{public_url(settings.store_url)}: the credentials may not {', '.join(missing)}"
-        return Finding("store", Status.FAIL, seen, "docs/stores/s3.md has the least policy")
+        return Finding("store", CheckStatus.FAIL, seen, "docs/stores/s3.md has the least policy")
     if not is_there:
-        return Finding("store", Status.FAIL, str(error), _STORE_ADVICE)
+        return Finding("store", CheckStatus.FAIL, str(error), _STORE_ADVICE)
     seen = f"{public_url(settings.store_url)}: readable, not writable ({error})"
     advice = "starts replay what is there; allow writing where they are to record, too"
-    return Finding("store", Status.WARN, seen, advice)
+    return Finding("store", CheckStatus.WARN, seen, advice)
 
 
 def _missing_rights(settings: Settings, kind: str) -> list[str]:
-    """Return the rights in a bucket that the credentials lack, by trying each one."""
+    """Return the rights in a bucket that the credentials lack, found by trying each one."""
     from bootseer.store import open_backend
 
     path = f"doctor/{uuid.uuid4().hex}"
@@ -231,12 +231,12 @@ def _missing_rights(settings: Settings, kind: str) -> list[str]:
             except (PermissionDeniedError, PermissionError):
                 missing.append(right)
             except (BootseerError, OSError):
-                continue  # what is not there may be looked for
+                continue  # any other failure means that the right is there
     return missing
 
 
 def _is_of_one_node(store_url: str) -> bool:
-    """Whether a store is a folder that no other node can see; False where that is not known."""
+    """Return whether a store is a folder that no other node can see; False if that is not known."""
     try:
         if split_scheme(store_url) not in ("", "file"):
             return False
@@ -246,7 +246,6 @@ def _is_of_one_node(store_url: str) -> bool:
 
 
 def _file_system_of(path: Path) -> str:
-    """The kind of the mount that `path` is on, or would be."""
     while not path.exists() and path != path.parent:
         path = path.parent
     from bootseer.linux.mount_table import mount_points
@@ -255,7 +254,7 @@ def _file_system_of(path: Path) -> str:
     kinds = {point.device: os.fsdecode(point.kind) for point in mount_points()}
     if device in kinds:
         return kinds[device]
-    # Of btrfs and overlays, files may have other numbers than the mount.
+    # On btrfs and overlays a file's device number may differ from that of the mount.
     place = os.fsencode(os.path.realpath(path))
     found = [
         point
@@ -273,7 +272,7 @@ def _store(settings: Settings) -> Iterator[Finding]:
         store = open_own_store(settings, deadline_s=settings.deadline_s / 2)
         try:
             before_s = time.time()
-            # At once, as two nodes would: exactly one may win.
+            # Two writers at once, as two nodes would be: exactly one may win.
             with ThreadPoolExecutor(2) as pool:
                 won = list(pool.map(lambda data: store.publish(key, data), _RACERS))
             after_s = time.time()
@@ -296,33 +295,33 @@ def _store(settings: Settings) -> Iterator[Finding]:
         yield _unwritable_store(settings, error)
         return
     except (BootseerError, OSError) as error:
-        yield Finding("store", Status.FAIL, str(error), _STORE_ADVICE)
+        yield Finding("store", CheckStatus.FAIL, str(error), _STORE_ADVICE)
         return
-    yield Finding("store", Status.OK, f"{store.url}: readable and writable")
+    yield Finding("store", CheckStatus.OK, f"{store.url}: readable and writable")
     if _is_of_one_node(settings.store_url):
         advice = "set store to a shared folder, or to a URL that every node reaches"
         seen = "on a disk of this node: no other node sees what is recorded here"
-        yield Finding("store shared", Status.WARN, seen, advice)
+        yield Finding("store shared", CheckStatus.WARN, seen, advice)
     if split_scheme(settings.store_url) in BUCKETS:
-        # Neither can be asked by obstore: which uploads there are, and which rules.
-        seen = "what killed writers leave goes by a rule of the bucket alone (docs/stores/s3.md)"
-        yield Finding("store uploads", Status.OK, seen)
+        # obstore can list neither unfinished uploads nor the bucket's rules.
+        seen = "only a rule of the bucket removes uploads of killed writers (docs/stores/s3.md)"
+        yield Finding("store uploads", CheckStatus.OK, seen)
     atomic = is_exclusive and not again and replaced and lease and not second
     if atomic:
-        yield Finding("store atomic", Status.OK, "creates, replaces and leases are atomic")
+        yield Finding("store atomic", CheckStatus.OK, "creates, replaces and leases are atomic")
     else:
         advice = (
             "use a store with atomic create (a folder, HDFS, S3 that heeds If-None-Match); else "
             "nodes may repeat work"
         )
-        yield Finding("store atomic", Status.WARN, "two writers could both win", advice)
+        yield Finding("store atomic", CheckStatus.WARN, "two writers could both win", advice)
     skew_s = max(before_s - modified_s, modified_s - after_s, 0.0)
     # File systems round times down to a second, or to HDFS's millisecond.
     if skew_s > _CLOCK_SKEW_S:
         advice = "synchronise the clocks (chrony, ntpd): leases compare wall clocks"
-        yield Finding("clock", Status.WARN, f"{skew_s:.1f} s from the store's", advice)
+        yield Finding("clock", CheckStatus.WARN, f"{skew_s:.1f} s from the store's", advice)
     else:
-        yield Finding("clock", Status.OK, f"within {max(skew_s, 1):.0f} s of the store's")
+        yield Finding("clock", CheckStatus.OK, f"within {max(skew_s, 1):.0f} s of the store's")
 
 
 CHECKS: tuple[tuple[str, Callable[[Settings], Iterator[Finding]]], ...] = (
@@ -345,20 +344,20 @@ def _run(
         try:
             findings.extend(check(settings))
         except Exception as error:
-            # The other checks still say what they find.
+            # A broken check must not hide the results of the others.
             seen = f"the check itself failed: {error}"
-            findings.append(Finding(name, Status.FAIL, seen, "please report this"))
+            findings.append(Finding(name, CheckStatus.FAIL, seen, "please report this"))
 
-    # In a thread, since a dead network file system hangs every process that touches it.
+    # In a thread, since a dead network file system hangs every thread that touches it.
     thread = threading.Thread(target=work, daemon=True, name=f"doctor-{name}")
     thread.start()
     thread.join(settings.deadline_s)
     if thread.is_alive():
         seen = f"no answer within {settings.deadline_s:.0f} s"
-        return [*findings, Finding(name, Status.FAIL, seen, "is a server or mount dead?")]
+        return [*findings, Finding(name, CheckStatus.FAIL, seen, "is a server or mount dead?")]
     return findings
 
 
 def examine(settings: Settings) -> list[Finding]:
-    """Every check's findings, in order. Never raises."""
+    """Run every check in order and return the findings. Never raises."""
     return [finding for name, check in CHECKS for finding in _run(name, check, settings)]

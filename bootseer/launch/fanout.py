@@ -1,13 +1,13 @@
-"""Fan-out of a start: who takes part, the secret that they share, and the process that takes part.
+"""Fan-out of a start: which nodes take part, their shared secret, and this node's fan-out process.
 
-Alone reads what tells who takes part: variables, files, the host's names. What tells nothing leaves
-the start without fan-out in silence; what cannot be right, with one warning. Main thread, before
-anything else has begun.
+Only this module reads the sources that list the nodes: variables, files, the host's names. Without
+any source the start goes on without fan-out and without a message; with a wrong source it warns
+once. Main thread, before anything else has begun.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from bootseer.errors import BootseerError, from_oserror
@@ -15,21 +15,21 @@ from bootseer.fanout import keys
 from bootseer.fanout.host import HostPlan
 from bootseer.fanout.hostlist import TEXT_BYTES_MAX
 from bootseer.fanout.membership import AUTO, Told, find_members, port_of, topology_files
+from bootseer.launch.job import Say
 from bootseer.linux.processes import ProcessId
 from bootseer.served.processes import FANOUT, start
 from bootseer.served.ready_socket import add_ready_names, new_ready_name
 from bootseer.settings.config import FANOUT_KEY, Settings, is_default_store
 
-Say = Callable[[str], None]
-"""Gets one sentence for people at a time."""
-_LISTENS_S = 5.0
-"""It listens within milliseconds. A node that is so busy goes without."""
+_LISTEN_WAIT_S = 5.0
+"""Limit for the fan-out process to listen. It takes milliseconds; a node too busy goes without."""
 
 
 def begin_fanout(settings: Settings, command: Sequence[str], secret: str, say: Say) -> bool:
-    """Have this node take part in the fan-out of the start, by a process of its own, where it is
-    known who else does; return whether it does. `secret`: of the variable FANOUT_KEY; empty
-    without. Never raises."""
+    """Begin this node's fan-out process if the start's nodes are known. Return whether it runs.
+
+    `secret` is the value of the variable FANOUT_KEY. Never raises: a failure is one warning.
+    """
     try:
         plan = find_plan(settings, command, secret)
         if plan is not None:
@@ -41,10 +41,7 @@ def begin_fanout(settings: Settings, command: Sequence[str], secret: str, say: S
 
 
 def find_plan(settings: Settings, command: Sequence[str], secret: str) -> HostPlan | None:
-    """Return what the process that takes part is told; None where the start goes without a fan-out.
-
-    Raises: BootseerError, where what tells the nodes cannot be right.
-    """
+    """Return the plan for the fan-out process; None: no fan-out. Raises: BootseerError."""
     if is_default_store(settings):
         return None
     start = (settings.job, settings.submission, str(settings.attempt))
@@ -62,11 +59,10 @@ def find_plan(settings: Settings, command: Sequence[str], secret: str) -> HostPl
 
 
 def _begin(plan: HostPlan) -> None:
-    """Raises: BootseerError."""
     with start(FANOUT, plan.settings.run_dir, copy=True) as process:
         process.tell(plan)
-        # Until it listens: whoever asks it for an object finds it.
-        process.wait(_LISTENS_S)
+        # Wait until it listens, so that whoever then asks it for an object finds it.
+        process.wait(_LISTEN_WAIT_S)
     add_ready_names(os.environ, plan.ready_name)
 
 
@@ -102,8 +98,10 @@ def _secret(settings: Settings, variable: str) -> bytes:
 
 
 def _names() -> tuple[str, ...]:
-    """Return the host's name, and those beside it in /etc/hosts, where a kubelet puts the full name
-    of a pod. No server is asked: it might not answer."""
+    """Return the host's name and its other names in /etc/hosts, where kubelets put the full name.
+
+    No DNS server is asked, since it might not answer.
+    """
     own = os.uname().nodename
     with contextlib.suppress(OSError):
         for line in _text(Path("/etc/hosts")).splitlines():

@@ -1,4 +1,4 @@
-"""Formats of records and content in a store, in the order in which they are collected."""
+"""Every format of records and content in a store, in the order of collection."""
 
 from bootseer.launch.preloading import FOLDER as PRELOAD
 from bootseer.prefetch.bundle.links import CONTENT as BUNDLES
@@ -12,10 +12,10 @@ FORMATS = (
     *SNAPSHOTS,
     *IMAGES,
     ObjectFormat(STARTS, series=start_of),
-    # A job that still runs writes its record anew: only ages count.
+    # Nothing refers to these records, and a running job renews its own: only their age counts.
     ObjectFormat(PRELOAD, series=lambda key: ("", key)),
     USES,
     *BUNDLES,
     *TREES,
 )
-"""Each stands before those that it may name: the order in which objects are deleted."""
+"""Formats, each before the formats that its objects refer to: objects are deleted in this order."""

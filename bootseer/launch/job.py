@@ -1,22 +1,26 @@
-"""What `bootseer run` was asked for. Pure."""
+"""The `Job`: everything that `bootseer run` was asked to do. Pure."""
 
 import re
+from collections.abc import Callable
 
 from msgspec import Struct
 
 from bootseer.errors import InvalidInputError
 from bootseer.launch.checkpoints import CheckpointPath
 
-# What makes a set-up line a script for the shell rather than a plain command.
+Say = Callable[[str], None]
+"""Shows one sentence to people."""
+
+# A set-up line with one of these as first word, or with such a character, needs a shell.
 _SHELL_WORDS = re.compile(r"[.:]|cd|eval|exec|exit|export|set|source|trap|ulimit|umask|unset")
 _SHELL_SYNTAX = re.compile(r"[|&;<>()$`*?\[\]#~=%!{}\n]")
 
 
 class Job(Struct, frozen=True):
-    """What `bootseer run` was asked for."""
+    """A job as the options of `bootseer run` describe it."""
 
     command: tuple[str, ...]
-    """Empty: the image's own."""
+    """Command and arguments; empty: the image's own command."""
     image: str = ""
     setups: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
@@ -24,34 +28,31 @@ class Job(Struct, frozen=True):
     variables: tuple[str, ...] = ()
     checkpoints: tuple[CheckpointPath, ...] = ()
     runtime: str = "chroot"
-    """What starts the command in the image; see `prefetch.container.container.RUNTIMES`."""
+    """Runtime that starts the command in the image; see `prefetch.container.container.RUNTIMES`."""
     user: str | None = None
-    """`USER[:GROUP]` of the image; None: as the image says."""
+    """User in the image, as `USER[:GROUP]`; None: the user that the image names."""
     entrypoint: str | None = None
-    """Instead of the image's; empty: none."""
+    """Replacement for the image's entrypoint; empty: no entrypoint; None: the image's."""
     binds: tuple[str, ...] = ()
-    """`SOURCE:DIRECTORY[:ro]`, as docker has them."""
+    """Directories of the host in the container, as `SOURCE:DIRECTORY[:ro]` like docker's."""
     kept: tuple[str, ...] = ()
-    """Directories that are kept between starts, besides what the settings say."""
+    """Directories to keep between starts, beside those that the settings name."""
     preload: bool = False
-    """Whether workers start from a process that has imported what the last start imported."""
+    """Whether workers are forked from a process that has done the imports of the last start."""
     is_standby: bool = False
-    """Whether all is prepared for `command`, which a later start runs."""
+    """Whether everything is prepared for `command`, but a later start runs it."""
 
 
 def setup_command(line: str) -> list[str]:
-    """The words of a set-up line; `sh -c LINE` where it needs a shell. Pure.
-
-    Raises: InvalidInputError.
-    """
+    """Return the words of a set-up line, or `sh -c LINE`. Pure. Raises: InvalidInputError."""
     if _SHELL_SYNTAX.search(line):
         return ["sh", "-c", line]
-    import shlex  # here, as others: a start without a set-up needs none of them
+    import shlex  # here, since a start without a set-up does not need it
 
     try:
         words = shlex.split(line)
     except ValueError as error:
-        raise InvalidInputError(f"the set-up {line!r} cannot be read: {error}") from None
+        raise InvalidInputError(f"the set-up {line!r} cannot be parsed: {error}") from None
     if not words:
         raise InvalidInputError("a set-up line is empty")
     return ["sh", "-c", line] if _SHELL_WORDS.fullmatch(words[0]) else words

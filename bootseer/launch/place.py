@@ -1,84 +1,77 @@
-"""Where a start's command runs: on the host, or in a container of an image.
+"""Place where a start's command runs: the host, or a container of an image.
 
-Both have one face, so that the start does not ask which it is; alone knows what differs. Where the
-image cannot be mounted, it is extracted. Where it comes from is decided by `prefetch.images`. Main
-thread only.
+`HostPlace` and `ImagePlace` have the same methods, so that the start need not ask which of them it
+has; only this module knows the difference. If the image cannot be mounted, it is extracted.
+`prefetch.images` decides where the image comes from. Main thread only.
 """
 
 import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
-from bootseer.launch.job import Job
+from bootseer.launch.job import Job, Say
 from bootseer.launch.signals import hand_over
 from bootseer.linux.scripts import execute
-from bootseer.profile.collect import PACKAGE, watched
+from bootseer.profile.collect import PACKAGE, recording_environment
 from bootseer.settings.config import Settings
 from bootseer.timeline.recorder import FILE_VARIABLE, Timeline
 
 if TYPE_CHECKING:
-    from bootseer.launch.caches.finding import Job as CacheJob
+    from bootseer.launch.caches.finding import CacheJob
     from bootseer.prefetch.container.container import Container
     from bootseer.snapshots.key import Request
     from bootseer.snapshots.layers import Layers
 
-Say = Callable[[str], None]
-"""Gets one sentence for people at a time."""
-
 _log = logging.getLogger(__name__)
 
-# In the container. Not where it is on the host: a user other than root may not get there.
+# Path in the container: its user may be unable to reach the timeline's path on the host.
 _TIMELINE = "/run/bootseer/timeline.jsonl"
 _PACKAGE_INSIDE = Path("/run/bootseer/python/bootseer")
-"""Our sources in the container, for the Python processes that are watched there."""
+"""Folder in the container with our sources, for the Python processes whose imports are recorded."""
 
 
 class Place(Protocol):
-    """Where a start's command runs."""
+    """Interface of the place where a start's command runs."""
 
     @property
     def is_image(self) -> bool:
-        """Whether its root is made anew by each start."""
+        """Whether the command's root directory is made anew by each start."""
 
     @property
     def is_entered(self) -> bool:
-        """Whether this process sees copies of the host's mounts only: all that it has there goes
-        when it does."""
+        """Whether this process is in a mount namespace of its own, whose mounts end with it."""
 
     def bind(self, source: Path, target: str) -> None:
-        """Show what is mounted aside where the job wants it. Before `enter`. Raises:
-        BootseerError."""
+        """Show the mount `source` to the job as `target`, before `enter`. Raises: BootseerError."""
 
     def request(self, request: "Request") -> "Request":
-        """Return a set-up as it runs here, which this process enters. Raises: BootseerError."""
+        """Return the set-up `request` for this place; may enter it. Raises: BootseerError."""
 
     def enter(self) -> None:
-        """Be where the command runs. Idempotent. Raises: BootseerError."""
+        """Move this process to where the command runs. Idempotent. Raises: BootseerError."""
 
     def cache_job(self, command: tuple[str, ...]) -> "CacheJob | None":
-        """Return the command as those see it who look for its caches; None where it has none,
-        unless the job names some."""
+        """Return the command as the search for kept caches sees it; None if it has no caches."""
 
     def show(self, folder: Path, path: str) -> None:
-        """Let the entered place see a folder of the host as its `path`; its user writes there.
-        Raises: OSError."""
+        """Show a folder of the host to the job as `path`, after `enter`. Raises: OSError."""
 
     def become(self, command: tuple[str, ...]) -> NoReturn:
-        """Become the command. Raises: SetupFailedError with 126 or 127."""
+        """Replace this process by the command. Raises: SetupFailedError with 126 or 127."""
 
     def close(self) -> None:
-        """Take it down, where it was not entered."""
+        """Remove the place, unless this process has entered it."""
 
 
 class HostPlace:
-    """The node itself, as this process sees it."""
+    """The node itself: mounts and folders already are where the job wants them."""
 
     is_image = False
     is_entered = False
@@ -88,37 +81,34 @@ class HostPlace:
         self._watches = watches
 
     def bind(self, source: Path, target: str) -> None:
-        """Nothing: what is mounted is where the job wants it."""
+        pass
 
     def request(self, request: "Request") -> "Request":
-        """Return it as it is."""
         return request
 
     def enter(self) -> None:
-        """Nothing: this process is there."""
+        pass
 
     def cache_job(self, command: tuple[str, ...]) -> "CacheJob | None":
-        """See `Place`."""
         from bootseer.launch.caches.packages import may_have_caches
 
         if not self._job.kept and not may_have_caches(command, os.environ):
             return None
-        from bootseer.launch.caches.finding import Job as CacheJob
+        from bootseer.launch.caches.finding import CacheJob
 
         return CacheJob(command, os.environ)
 
     def show(self, folder: Path, path: str) -> None:
-        """Nothing: the folder is where it is."""
+        pass
 
     def become(self, command: tuple[str, ...]) -> NoReturn:
-        """See `Place`."""
         hand_over()
         if self._watches:
-            os.environ.update(watched(os.environ))
+            os.environ.update(recording_environment(os.environ))
         execute(command)
 
     def close(self) -> None:
-        """Nothing."""
+        pass
 
 
 class ImagePlace:
@@ -133,20 +123,17 @@ class ImagePlace:
 
     @property
     def is_entered(self) -> bool:
-        """See `Place`."""
         return self._container.has_namespace
 
     def bind(self, source: Path, target: str) -> None:
-        """See `Place`."""
         self._container.bind(source, target)
 
     def request(self, request: "Request") -> "Request":
-        """See `Place`."""
         container = self._container
         container.enter()
         return replace(
             request,
-            # Not the index, which is another one once the image is published.
+            # Not the digest of the index: publishing the image gives it another index.
             base=container.image.record.identity,
             root=container.root,
             scratch=container.scratch / "setups",
@@ -157,12 +144,10 @@ class ImagePlace:
         )
 
     def enter(self) -> None:
-        """See `Place`."""
         self._container.enter()
 
     def cache_job(self, command: tuple[str, ...]) -> "CacheJob | None":
-        """See `Place`."""
-        from bootseer.launch.caches.finding import Job as CacheJob
+        from bootseer.launch.caches.finding import CacheJob
         from bootseer.prefetch.container.process import arguments_of
 
         container = self._container
@@ -177,7 +162,6 @@ class ImagePlace:
         )
 
     def show(self, folder: Path, path: str) -> None:
-        """See `Place`."""
         from bootseer.linux.namespaces import MS_BIND, mount
         from bootseer.linux.root_paths import resolve_in_root
 
@@ -190,19 +174,17 @@ class ImagePlace:
         mount(folder, place, flags=MS_BIND)
 
     def become(self, command: tuple[str, ...]) -> NoReturn:
-        """See `Place`."""
         environment: Mapping[str, str] = self._environment()
         if self._watches:
-            environment = watched(environment, _PACKAGE_INSIDE)
+            environment = recording_environment(environment, _PACKAGE_INSIDE)
         hand_over()
         self._container.exec(command, environment, entrypoint=self._job.entrypoint)
 
     def close(self) -> None:
-        """See `Place`."""
         self._container.close()
 
     def _environment(self) -> dict[str, str]:
-        """This process's variables for a program of the container."""
+        """Return this process's environment variables as a program in the container gets them."""
         environment = self._container.job_environment(os.environ)
         if any(bind.target == _TIMELINE for bind in self._container.binds):
             environment[FILE_VARIABLE] = _TIMELINE
@@ -212,12 +194,12 @@ class ImagePlace:
 
 
 def open_place(settings: Settings, job: Job, timeline: Timeline, say: Say) -> Place:
-    """Return where `job` runs: on the host, or in a container of its image, which is mounted when
-    this returns.
+    """Return the place where `job` runs: the host, or a container of the job's image, mounted.
 
-    The image is a name in the store, or a source, of which what the store lacks is pulled; it is
-    published in the background, if the settings say so.
-    Raises: BootseerError where the image cannot be had at all, or the runtime cannot be used.
+    The image is a name in the store, or a source from which missing layers are pulled; a pulled
+    image is published in the background if the settings say so.
+
+    Raises: BootseerError if the image cannot be had at all, or the runtime cannot be used.
     """
     watches = settings.trace_python and timeline.is_written
     if not job.image:
@@ -226,15 +208,16 @@ def open_place(settings: Settings, job: Job, timeline: Timeline, say: Say) -> Pl
         from bootseer.prefetch.container.runc import check_runc
 
         check_runc()
-    from bootseer.served.cover_users import lingering
     from bootseer.served.folders import RUN
     from bootseer.served.processes import TREE, start
+    from bootseer.served.users import lingering_mounts
 
     with timeline.span("image") as span, contextlib.ExitStack() as stack:
         process = None
-        # Its code loads while ours does. Without one, mounting says why. What lingers has one.
+        # The server loads its code while this process resolves the image. If it cannot be begun,
+        # mounting reports why. A lingering mount has its server already.
         with contextlib.suppress(BootseerError):
-            if not any(lingering(settings.run_dir, RUN)):
+            if not any(lingering_mounts(settings.run_dir, RUN)):
                 process = stack.enter_context(start(TREE, settings.run_dir, copy=True))
         from bootseer.prefetch.container.container import prepare_container
         from bootseer.prefetch.container.extracted import prepare_extracted
@@ -243,7 +226,7 @@ def open_place(settings: Settings, job: Job, timeline: Timeline, say: Say) -> Pl
 
         resolved = resolve_image(settings, job.image, say=say, timeline=timeline.below(span))
         try:
-            # Before anything is mounted: what can be known of the command is known now.
+            # Fail before anything is mounted if there is no command to run.
             arguments_of(resolved.record.config, job.command, job.entrypoint)
             container = prepare_container(
                 *(settings, resolved),
@@ -257,7 +240,7 @@ def open_place(settings: Settings, job: Job, timeline: Timeline, say: Say) -> Pl
         except (InvalidInputError, NotFoundError):
             raise
         except (BootseerError, OSError) as error:
-            say(f"warning: starting from an extracted image, since none can be mounted: {error}")
+            say(f"warning: the image is extracted, since it cannot be mounted: {error}")
             span.set("bootseer.fallback", "extracted")
             container = prepare_extracted(
                 settings, resolved, binds=job.binds, user=job.user, runtime=job.runtime
@@ -270,7 +253,6 @@ def open_place(settings: Settings, job: Job, timeline: Timeline, say: Say) -> Pl
 
 
 def _layers(container: "Container") -> "Layers":
-    """Return the layers of the root of a container that was entered."""
     from bootseer.prefetch.cache.indexes import read_kept_tree
     from bootseer.prefetch.images.mount import MountedImage
     from bootseer.snapshots.layers import Layers
@@ -279,7 +261,7 @@ def _layers(container: "Container") -> "Layers":
     tree = None
     if isinstance(image, MountedImage):
         settings, digest = image.settings, image.state.index_digest
-        # Once for all targets of a set-up: it takes as long as a scan of thousands of names.
+        # Read once for all targets of a set-up: reading takes as long as scanning 1,000s of names.
         tree = functools.cache(
             functools.partial(read_kept_tree, settings.cache_dir, digest, run_dir=settings.run_dir)
         )
@@ -287,7 +269,7 @@ def _layers(container: "Container") -> "Layers":
 
 
 def _show_timeline(container: "Container", path: Path) -> None:
-    """Let training code in the container write to the timeline, whichever user it runs as."""
+    """Bind the timeline into the container, writable for the user that the job runs as."""
     container.bind(path, _TIMELINE)
     user = container.job_user()
     if user.uid and not container.rootless:

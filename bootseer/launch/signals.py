@@ -1,8 +1,8 @@
-"""Signals before the command runs: they end the start and what it began, as they would the job.
+"""Stop signals before the command runs: they end the start and every process that it has begun.
 
-Alone decides what SIGTERM, SIGINT and SIGHUP do to a start. A set-up runs in processes of its own,
-which nobody else would tell; and the first process of a container, which has no default for any
-signal, would otherwise not even end. Main thread only.
+This module alone decides what SIGTERM, SIGINT and SIGHUP do to a start. A set-up runs in processes
+of its own, to which nobody else passes the signal; and the first process of a container has no
+default action for any signal, so without a handler it would ignore them. Main thread only.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from typing import NoReturn
 from bootseer.linux.processes import ProcessId, stat_fields, wait_readable
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# Python ignores these from its start on, and exec would hand that on.
+# Python ignores these signals, and exec passes ignored signals on to the command.
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
-# After it, what a signal has not ended is killed.
+# Time for a process to end by the signal before it is killed.
 _GRACE_S = 3.0
 
 
-class StoppedError(BaseException):
-    """A signal wants the start to end. No `Exception`, so that nothing takes it for a failure."""
+class StartStoppedError(BaseException):
+    """A stop signal ended the start. A BaseException, so that no handler takes it for a failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name}")
@@ -32,10 +32,10 @@ class StoppedError(BaseException):
 
 
 class StopSignals:
-    """While entered, the first stop signal raises `StoppedError`; later ones change nothing.
+    """Context in which the first stop signal raises `StartStoppedError`; later signals do nothing.
 
-    The processes that this one has started in its own session get the same signal, and have ended,
-    or are killed, when it is raised.
+    Before the exception is raised, the processes that this one has started in its own session get
+    the same signal, and have ended or are killed.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         for number in STOPS:
-            # What `nohup`, or a shell for its background jobs, has set is not ours to change.
+            # `nohup`, and a shell for its background jobs, ignore signals on purpose: keep that.
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._stop)
         return self
@@ -53,10 +53,10 @@ class StopSignals:
         if self._stopped:
             return
         self._stopped = True
-        # Before anything is raised: once a parent is gone, its children cannot be found, and who
-        # waits for a child (`subprocess.run`) kills it at once.
+        # Before the exception is raised: children of a process that has ended cannot be found, and
+        # `subprocess.run` kills its child as soon as an exception passes.
         _end_descendants(number)
-        raise StoppedError(number)
+        raise StartStoppedError(number)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
@@ -64,28 +64,30 @@ class StopSignals:
 
 
 def _end_descendants(number: int) -> None:
-    """Sends all descendants the signal, waits, and kills those that are left."""
-    told = _told_by_terminal(number)
+    """Send the signal to all descendants, wait for their end, and kill those that still run."""
+    signalled_group = _group_signalled_by_terminal(number)
     processes: list[tuple[int, int]] = []
     for pid in _freeze(os.getpid()):
         with contextlib.suppress(OSError):
             process = os.pidfd_open(pid)
             processes.append((pid, process))
-            if told is None or os.getpgid(pid) != told:
+            if signalled_group is None or os.getpgid(pid) != signalled_group:
                 signal.pidfd_send_signal(process, number)
             signal.pidfd_send_signal(process, signal.SIGCONT)
     deadline_s = time.monotonic() + _GRACE_S
     for pid, process in processes:
         left_s = max(0.0, deadline_s - time.monotonic())
-        # Until it is readable it has not been reaped, so that its number is still its own.
+        # While the pidfd is not readable the process lives, so that its pid names no other process.
         if not wait_readable([process], left_s):
             _kill_tree(pid)
         os.close(process)
 
 
-def _told_by_terminal(number: int) -> int | None:
-    """The process group that a terminal has given the signal already, by Ctrl-C, as it has us: many
-    programs take a second one for impatience."""
+def _group_signalled_by_terminal(number: int) -> int | None:
+    """Return the process group to which Ctrl-C in a terminal has sent SIGINT already, or None.
+
+    Such a group must not get it again: many programs abort at once on a second SIGINT.
+    """
     if number != signal.SIGINT:
         return None
     try:
@@ -102,21 +104,20 @@ def _told_by_terminal(number: int) -> int | None:
 
 
 def _freeze(pid: int) -> set[int]:
-    """Stops and returns the descendants of a process, so that none makes a child unseen."""
+    """Stop all descendants of a process, so that none forks unseen. Return their pids."""
     found: set[int] = set()
     while new := set(session_descendants(pid)) - found:
         found |= new
         for one in new:
             with contextlib.suppress(OSError):
                 process = ProcessId.of(one)
-                # Since it was seen it may have ended, and its id be that of a stranger.
+                # The process may have ended since, and its pid may belong to a stranger now.
                 if int((stat_fields(one) or ["", "0"])[1]) in {pid, *found}:
                     process.kill(signal.SIGSTOP)
     return found
 
 
 def _kill_tree(pid: int) -> None:
-    """SIGKILL for a process and all that it has started, also what it starts meanwhile."""
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGSTOP)
     for one in (pid, *_freeze(pid)):
@@ -125,23 +126,23 @@ def _kill_tree(pid: int) -> None:
 
 
 def hand_over() -> None:
-    """Just before exec: signals as a program expects them, but for what was ignored already."""
+    """Reset signals to their defaults for exec, except those that were ignored already."""
     for number in (*STOPS, *_IGNORED_BY_PYTHON):
         if number in _IGNORED_BY_PYTHON or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
 
 
 def end_by(number: int) -> NoReturn:
-    """End as a process does that the signal ends, so that the parent sees why."""
+    """End this process by the signal, so that its parent sees the signal as the cause."""
     signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     os.kill(os.getpid(), number)
-    # Still here: the first process of a PID namespace cannot be ended by its own signal.
+    # The first process of a PID namespace gets here: its own signal cannot end it.
     raise SystemExit(128 + number)
 
 
 def session_descendants(pid: int) -> list[int]:
-    """The descendants of a process that are in its session; servers have sessions of their own."""
+    """Return the descendants of a process in its session. Servers have sessions of their own."""
     parents: dict[int, list[int]] = {}
     try:
         session = os.getsid(pid)
@@ -160,12 +161,12 @@ def session_descendants(pid: int) -> list[int]:
 
 
 def _processes() -> Iterator[tuple[int, int, int]]:
-    """(process, parent, session) of every process."""
+    """Yield (pid, parent pid, session) of every process."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 text = Path("/proc", name, "stat").read_text(encoding="utf-8", errors="replace")
-                # pid (name) state parent group session ...; the name may hold anything.
+                # Format: pid (name) state parent group session ...; the name may contain ")".
                 fields = text.rpartition(")")[2].split()
                 yield int(name), int(fields[1]), int(fields[3])
             except (OSError, ValueError, IndexError):

@@ -1,7 +1,7 @@
-"""What prolog and epilog of Slurm do on a node for the user of a job; see docs/slurm.md.
+"""Work of Slurm's prolog and epilog on a node, for the user of a job; see docs/slurm.md.
 
-Slurm kills the servers of a job with the job, so their mounts are left dead. Runs as the job's
-user: what this user's folders say can cost this user alone. Edge module; main thread.
+Slurm kills a job's servers with the job, so that their mounts are left dead. This code runs as the
+job's user: wrong contents of the user's folders can harm only that user. Edge; main thread.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from bootseer.served.folders import (
 from bootseer.settings.config import Settings
 
 _END_S = 5.0
-_WISH = ["bootseer", "standby"]
-_WISHED_MAX = 4
+_REQUEST = ["bootseer", "standby"]
+_REQUESTED_MAX = 4
 
 
 def tidy(settings: Settings, job: str, say: Callable[[str], None]) -> None:
-    """Take off what servers that were killed have mounted, and end those of the job `job`.
+    """Unmount what killed servers have left mounted, and end the servers of the Slurm job `job`.
 
-    What other jobs of the user use stays. `say` hears what was lost, and what cannot be done.
+    Mounts that other jobs of the user use stay. `say` gets one sentence per lost file or failure.
     """
     run_dir = settings.run_dir
     ended = [
@@ -47,12 +47,13 @@ def tidy(settings: Settings, job: str, say: Callable[[str], None]) -> None:
         if job and state.process.lives() and job_of(state.pid) == job:
             state.process.kill(signal.SIGTERM)
     for folder, state in ended:
-        # A server ends by itself when its last user has; one that hangs is ended as Slurm does it.
+        # A server ends by itself after its last user; one that hangs is killed, as Slurm would.
         if not wait_released(folder, _END_S) and not _is_used(folder, state, job):
             _kill_session(state.process)
             wait_released(folder, _END_S)
     for folder, state in dead_mounts(run_dir):
-        # What a job has mounted in a /tmp of its own went with that; here it is another's.
+        # A mount in a job's private /tmp went with that namespace; here the same path is another
+        # directory.
         is_here = state.mount_namespace in ("", mount_namespace())
         if is_here and not _is_used(folder, state, job):
             _unmount(run_dir, state, say)
@@ -60,7 +61,7 @@ def tidy(settings: Settings, job: str, say: Callable[[str], None]) -> None:
 
 
 def job_of(pid: int) -> str:
-    """The number of the Slurm job in which a process of this user was started; empty for none."""
+    """Return the number of the Slurm job that started a process of this user; empty for none."""
     with contextlib.suppress(OSError):
         for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             name, _, value = variable.partition(b"=")
@@ -70,7 +71,7 @@ def job_of(pid: int) -> str:
 
 
 def _kill_session(server: ProcessId) -> None:
-    """Kill a server's processes: their session is theirs alone."""
+    """Kill all processes in the session of a server. A server has a session of its own."""
     with contextlib.suppress(ProcessLookupError):
         session = os.getsid(server.pid)
         if session == os.getsid(0) or not server.lives():
@@ -83,7 +84,7 @@ def _kill_session(server: ProcessId) -> None:
 
 
 def _is_used(folder: Path, state: MountState, job: str) -> bool:
-    """By another job than `job`, which is over: what lives of it, nobody was left to kill."""
+    """Return whether another job than `job`, whose own processes do not count, uses the mount."""
     users = [*living_processes(folder / "users")]
     if state.user is not None and state.user.lives():
         users.append(state.user)
@@ -93,29 +94,31 @@ def _is_used(folder: Path, state: MountState, job: str) -> bool:
 def _unmount(run_dir: Path, state: MountState, say: Callable[[str], None]) -> None:
     directory = Path(state.directory)
     if state.purpose != CHECKPOINT or find_mount(directory) is None:
-        return  # `sweep` does it
+        return  # `sweep` unmounts the others
     try:
         for name in unmount_checkpoints(run_dir, directory, timeout_s=_END_S):
             say(f"{directory}/{name} was being written, and is lost")
     except BootseerError as error:
-        # Where it is gone, the epilog of another job of the user has done it.
+        # If the mount is gone, the epilog of another job of the user has unmounted it.
         if find_mount(directory) is not None:
             say(str(error))
 
 
-def wished_checkpoints(comment: str) -> list[str]:
-    """The checkpoint folders that a job's comment asks to have mounted before the job, as
-    `bootseer standby --checkpoint URL:DIR`. Pure. Raises: InvalidInputError."""
+def requested_checkpoints(comment: str) -> list[str]:
+    """Return the checkpoint folders, as URL:DIR, that a job's comment asks to mount before the job.
+
+    The comment reads `bootseer standby --checkpoint URL:DIR ...`. Pure. Raises: InvalidInputError.
+    """
     try:
         words = shlex.split(comment)
     except ValueError:
         words = []
-    if words[:2] != _WISH:
-        return []  # It is about something else.
-    options, wished = words[2::2], words[3::2]
-    # A set-up would run what the user wants outside the job, and its limits.
-    if set(options) != {"--checkpoint"} or len(options) != len(wished) or len(wished) > _WISHED_MAX:
+    if words[:2] != _REQUEST:
+        return []  # The comment is about something else.
+    options, folders = words[2::2], words[3::2]
+    # Only checkpoints: a set-up would run the user's command outside the job and its limits.
+    if set(options) != {"--checkpoint"} or not len(options) == len(folders) <= _REQUESTED_MAX:
         raise InvalidInputError(
             "the comment of the job asks for more than `bootseer standby --checkpoint URL:DIR`"
         )
-    return wished
+    return folders

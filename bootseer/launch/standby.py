@@ -1,4 +1,4 @@
-"""What a start that is held needs yet: judged by the last start of the job on this node."""
+"""Forecast for a prepared start (`standby`), from the job's last start on this node."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,16 +6,19 @@ from pathlib import Path
 from bootseer.errors import BootseerError
 from bootseer.report.decoding import decode
 from bootseer.served.folders import CHECKPOINT, RUN
-from bootseer.served.status import Known
+from bootseer.served.status import KnownServer
 from bootseer.settings.config import Settings
 from bootseer.timeline.otlp import START, Stage
 
-_HELD = ("image", "environment", "checkpoint")
+_PREPARED = ("image", "environment", "checkpoint")
+"""Stages whose work a standby does ahead, by the beginning of their names."""
 
 
 def expected_s(settings: Settings) -> tuple[float, float] | None:
-    """How long the last start took until its command, and how much of that is left when what it
-    mounted is live; None where the node knows of no start."""
+    """Return how long the last start took, and how much of that remains after a standby.
+
+    None if this node knows no successful start of the job.
+    """
     folder = settings.timeline_dir / settings.job
     files = sorted(folder.glob("*/*/*.jsonl"), key=_time_of, reverse=True)
     for file in files[:3]:
@@ -25,14 +28,17 @@ def expected_s(settings: Settings) -> tuple[float, float] | None:
             continue
         for start in stages:
             if start.name == START and start.end_ns is not None and not start.failed:
-                held = [one for one in stages if one.name.startswith(_HELD)]
+                prepared = [one for one in stages if one.name.startswith(_PREPARED)]
                 took_ns = start.end_ns - start.start_ns
-                return took_ns / 1e9, (took_ns - _covered_ns(held, start.end_ns)) / 1e9
+                return took_ns / 1e9, (took_ns - _covered_ns(prepared, start.end_ns)) / 1e9
     return None
 
 
-def held_sentence(known: Known) -> str:
-    """What of a checkpoint folder or an image is warm; "" of others. Raises: BootseerError."""
+def warm_sentence(known: KnownServer) -> str:
+    """Return a sentence about the part of a checkpoint folder or image that is in memory.
+
+    Empty for other kinds of mounts. Raises: BootseerError.
+    """
     if known.state.purpose == CHECKPOINT:
         count = known.ask("status")["memory"]["used_bytes"]
         return f"{known.state.directory}: {count} bytes of checkpoints are in memory"
@@ -42,7 +48,6 @@ def held_sentence(known: Known) -> str:
     bundle = figures["prefetch"]
     pages = "no start of it was recorded, so no pages are read ahead"
     if bundle is not None:
-        # An error is in the table.
         where = "on their way into" if bundle["finished_after_s"] is None else "in"
         pages = f"{bundle['bundle_stream_bytes']} bytes that starts read are {where} memory"
     on_node = f"{figures['cached_bytes']} of {figures['image_bytes']} bytes are on this node"
@@ -57,7 +62,6 @@ def _time_of(path: Path) -> float:
 
 
 def _covered_ns(stages: Iterable[Stage], until_ns: int) -> int:
-    """The time in which at least one of the stages ran. Pure."""
     covered_ns = end_ns = 0
     for one in sorted(stages, key=lambda stage: stage.start_ns):
         begin = max(one.start_ns, end_ns)

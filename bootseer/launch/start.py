@@ -1,17 +1,17 @@
-"""One start of a job: image, environment and checkpoint stages, then `exec` of the command.
+"""Sequence of a start: image, environment and checkpoint stages, then `exec` of the command.
 
-Alone decides what overlaps and what happens when a part fails. The image and the environments
-follow each other, since an environment may be set up inside the image; the checkpoints are
-mounted, and begin to warm up, meanwhile. `exec` replaces this process, so signals, the exit code
-and PID 1 behaviour are the command's own. Servers that a stage started watch this process id,
-which is then the command's.
+This module alone decides which stages overlap and what happens when one fails. Checkpoints are
+mounted, and warm up, while the image and then the environments are prepared; an environment follows
+the image because it may be set up inside the image. `exec` replaces this process, so that signals,
+the exit code and the behaviour as PID 1 are the command's own. Servers that a stage has started
+watch this process id, which becomes the command's.
 
 Main thread only: it forks and handles signals.
 """
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec.structs import replace
 
@@ -20,45 +20,44 @@ from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.launch.attendant import Attendant
 from bootseer.launch.checkpoints import CheckpointMounts
-from bootseer.launch.job import Job, setup_command
+from bootseer.launch.job import Job, Say, setup_command
 from bootseer.launch.place import Place, open_place
-from bootseer.launch.setups import set_up
-from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
+from bootseer.launch.signals import StartStoppedError, StopSignals, end_by, hand_over
 from bootseer.launch.submission import choose_submission
 from bootseer.linux.scripts import execute
+from bootseer.served.ready_socket import add_ready_names
 from bootseer.settings.config import FANOUT_KEY, Settings, is_default_store
-from bootseer.timeline.otlp import START
+from bootseer.timeline.otlp import LIVE, START, WAITED_FOR
 from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
 
 if TYPE_CHECKING:
-    from bootseer.launch.caches.run import KeptCaches
+    import subprocess
 
-Say = Callable[[str], None]
-"""Gets one sentence for people at a time."""
+    from bootseer.launch.caches.run import CacheStage
 
 
 def launch(settings: Settings, job: Job, say: Say) -> NoReturn:
-    """Start `job` and become it: this returns only by an exception.
+    """Start `job` and become its command; return only by an exception.
 
-    A signal meanwhile ends what was begun, and then this process.
+    A stop signal before `exec` ends everything that was begun, then this process.
 
-    Raises: SetupFailedError with the exit code of a set-up that failed, or 126 or 127 where the
-    command cannot be started; BootseerError where the image or a checkpoint cannot be had at all.
+    Raises: SetupFailedError with the exit code of a failed set-up, or with 126 or 127 if the
+    command cannot be started; BootseerError if the image or a checkpoint cannot be had at all.
     """
-    # Before anything is begun: what cannot be read is known now.
+    # First of all: a set-up line that cannot be parsed fails before anything is begun.
     setups = [setup_command(line) for line in job.setups]
     try:
         with StopSignals():
-            # A store that does not answer costs a start its deadline once, and not once a stage.
+            # A silent store costs the whole start one deadline, not one deadline per stage.
             WAIT_BUDGET.limit(settings.deadline_s)
             _start(settings, job, setups, say)
-    except StoppedError as stopped:
+    except StartStoppedError as stopped:
         say(f"the start was {stopped}")
         end_by(stopped.number)
 
 
 def _start(settings: Settings, job: Job, setups: list[list[str]], say: Say) -> NoReturn:
-    # The command does not get it.
+    # The secret is for the launcher: the command's environment must not have it.
     secret = os.environ.pop(FANOUT_KEY, "")
     if not settings.submission:
         settings = replace(settings, submission=choose_submission(settings, job.command))
@@ -70,51 +69,52 @@ def _start(settings: Settings, job: Job, setups: list[list[str]], say: Say) -> N
         node=settings.node,
         rank=settings.rank,
     )
-    keeps = bool(job.kept) or (settings.keep_caches and not is_default_store(settings))
+    keeps_caches = bool(job.kept) or (settings.keep_caches and not is_default_store(settings))
     attendant = Attendant(settings, say)
     checkpoints = CheckpointMounts(settings, job.checkpoints, say, aside=bool(job.image))
     place: Place | None = None
-    attendant.begin(timeline, keeps=keeps)
+    attendant.begin(timeline, keeps_caches=keeps_caches)
     try:
         with timeline.span(START, since_ns=loaded_ns) as start:
-            # Servers started on the way, the set-ups and the command write to it, too.
+            # Servers, set-ups and the command write to the timeline, too.
             os.environ.update(_environment(settings, timeline, start))
             has_fanout = False
             if _may_have_members(settings):
                 from bootseer.launch.fanout import begin_fanout
 
                 has_fanout = begin_fanout(settings, job.command, secret, say)
-            # From here on: whether there is one to be asked.
+            # From here on the setting says whether a fan-out runs, not whether one is allowed.
             settings = replace(settings, fanout=has_fanout)
             stages = timeline.below(start)
             checkpoints.start()
             place = open_place(settings, job, stages, say)
             if place.is_image:
-                # Once it is entered, no mount of the host comes in any more.
+                # After the container is entered, new mounts of the host do not appear in it.
                 for source, target in checkpoints.finish():
                     place.bind(source, target)
             for number, line in enumerate(setups):
-                # A set-up may take long, and be for nothing.
+                # A set-up may take long: fail first if a checkpoint mount has failed.
                 checkpoints.check()
                 name = "environment" if len(setups) == 1 else f"environment {number + 1}"
                 with stages.span(name) as span:
-                    # In the namespace that is left nothing more is mounted for this job.
+                    # Once the set-up enters a mount namespace of its own, mounts made outside it
+                    # do not reach the job.
                     before = checkpoints.finish
                     below = stages.below(span)
-                    set_up(settings, job, line, place, below, span, say, before_own_view=before)
+                    _set_up(settings, job, line, place, below, span, say, before_own_view=before)
             place.enter()
-            # Behind the environments, which say what versions there are.
+            # After the environments: installed versions are part of a cache's key.
             caches = _restore_caches(settings, job, place, stages, say)
             command = _preload(settings, job, place, timeline, say) if job.preload else job.command
             checkpoints.finish()
             attendant.complete(
                 caches.kept if caches is not None else (),
                 begun_ns=caches.begun_ns if caches is not None else 0,
-                preloads=job.preload and keeps,
+                preloads=job.preload and keeps_caches,
             )
         if job.is_standby:
             hand_over()
-            # Of the host, which is seen from within a container's mounts.
+            # A program of the host: also in a container, this process still sees the host's root.
             execute(["true"])
         place.become(command)
     except BaseException:
@@ -126,20 +126,85 @@ def _start(settings: Settings, job: Job, setups: list[list[str]], say: Say) -> N
         raise
 
 
+def _set_up(
+    settings: Settings,
+    job: Job,
+    command: list[str],
+    place: Place,
+    timeline: Timeline,
+    span: Span,
+    say: Say,
+    *,
+    before_own_view: Callable[[], object],
+) -> None:
+    """Restore the snapshot of one set-up, or run it. Raises: as `environment.run_setup`."""
+    from bootseer.snapshots.environment import run_setup
+    from bootseer.snapshots.key import Request, run_plainly
+
+    request = place.request(
+        Request(
+            command=command,
+            targets=job.targets,
+            inputs=job.inputs,
+            variables=job.variables,
+            runner=run_plainly,
+        )
+    )
+    request = replace(request, runner=_without_stdin(request.runner))
+    host = _SetupHost(timeline, before_own_view)
+    result = run_setup(settings, request, report=say, forks=True, host=host)
+    add_ready_names(os.environ, *result.ready_names)
+    if result.mode:
+        span.set("bootseer.mode", result.mode)
+    span.set("bootseer.hit", result.hit)
+    span.set("bootseer.bytes", result.moved_bytes)
+    # The root of an image is new at each start; a tree that the node has kept is only linked in.
+    is_live = result.mode and (result.how == "in place" or (place.is_image and result.was_here))
+    changed = "changed: " if result.is_changed else ""
+    span.set("bootseer.how", LIVE if is_live else changed + result.how)
+
+
+class _SetupHost:
+    """The start as a set-up calls back into it; see `snapshots.environment.Host`."""
+
+    def __init__(self, timeline: Timeline, before_own_view: Callable[[], object]) -> None:
+        self._timeline = timeline
+        self._before_own_view = before_own_view
+
+    def before_own_view(self) -> None:
+        self._before_own_view()
+
+    def waiting_for(self, node: str, created_ns: int) -> Callable[[], object]:
+        if 0 < created_ns < loaded_ns:
+            return lambda: None  # the snapshot is older than this start
+        return self._timeline.span("wait for set-up", {WAITED_FOR: node}).end
+
+
+def _without_stdin(
+    runner: "Callable[..., subprocess.CompletedProcess[bytes]]",
+) -> "Callable[..., subprocess.CompletedProcess[bytes]]":
+    """Return the runner with an empty standard input, since this process's belongs to the job."""
+    import subprocess
+
+    def run(args: Any, /, *, stdin: int | None = None, **options: Any) -> Any:
+        return runner(args, stdin=subprocess.DEVNULL if stdin is None else stdin, **options)
+
+    return run
+
+
 def _restore_caches(
     settings: Settings, job: Job, place: Place, timeline: Timeline, say: Say
-) -> "KeptCaches | None":
-    """Put the kept caches in place, and set their variables; None where none is wanted, or none can
-    be. Never raises."""
+) -> "CacheStage | None":
+    """Put the kept caches in place and set their variables. Never raises."""
     if not job.kept and not settings.keep_caches:
         return None
     cache_job = place.cache_job(job.command)
     if cache_job is None:
         return None
-    from bootseer.launch.caches.finding import Wish
-    from bootseer.launch.caches.run import KeptCaches
+    from bootseer.launch.caches.finding import KeepRequest
+    from bootseer.launch.caches.run import CacheStage
 
-    caches = KeptCaches(settings, Wish(job.kept, settings.keep_caches), say)
+    caches = CacheStage(settings, KeepRequest(job.kept, settings.keep_caches), say)
     os.environ.update(caches.restore(timeline, cache_job, place.show))
     return caches
 
@@ -147,13 +212,17 @@ def _restore_caches(
 def _preload(
     settings: Settings, job: Job, place: Place, timeline: Timeline, say: Say
 ) -> tuple[str, ...]:
-    """Import beside what is left of the start, since the environment and all variables are there;
-    return the command, which may be the preloader's."""
+    """Begin the preloaders. Return the command, which may change. Never raises.
+
+    Call it after the environments, since the preloaders import from them.
+    """
     from bootseer.launch.preloading import begin
 
     try:
         if place.is_image or not (settings.trace_python and timeline.is_written):
-            raise InvalidInputError("it needs the recording of imports, and no --image")
+            raise InvalidInputError(
+                "--preload needs recorded imports (trace_python), and no --image"
+            )
         added, command = begin(settings, job)
     except (BootseerError, OSError) as error:
         say(f"warning: workers start without a preloader: {error}")
@@ -163,8 +232,7 @@ def _preload(
 
 
 def _may_have_members(settings: Settings) -> bool:
-    """Return whether anything may tell the nodes of this start; a start without loads no code for
-    a fan-out."""
+    """Return whether anything may list the start's nodes; if not, fan-out is not loaded."""
     if not settings.fanout:
         return False
     schedulers = ("SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "KUBERNETES_SERVICE_HOST")

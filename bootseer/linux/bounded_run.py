@@ -1,7 +1,8 @@
-"""Running a program for what it prints, within a deadline that holds whatever it has started.
+"""Bounded run of a program for its output: the deadline also holds for the program's children.
 
-`subprocess.run` kills the program at its time-out, then waits without one until all who have its
-pipe have ended: a child that it left behind holds the caller for ever. Stateless; any thread.
+`subprocess.run` kills the program after its timeout, but then waits without limit for everybody who
+has the output pipe open: a child that the program left behind holds the caller forever. Stateless;
+any thread.
 """
 
 import contextlib
@@ -11,16 +12,17 @@ import subprocess
 from collections.abc import Sequence
 
 _REAP_S = 5.0
-"""What was killed ends at once, unless it waits for a file system that hangs."""
+"""Time for a killed process to end; it needs longer only if it waits for a file system that hangs.
+"""
 
 
 def run_within(
     command: Sequence[str], deadline_s: float, *, given: bytes = b"", size_max: int = 16 << 20
 ) -> tuple[int, bytes]:
-    """Return the exit code of a program, and at most `size_max` bytes of what it printed.
+    """Return the exit code of a program, and at most `size_max` bytes of its output.
 
-    `given` is its standard input; its errors go nowhere. Neither touches a disk.
-    Raises: OSError; subprocess.TimeoutExpired, after it and its process group were killed.
+    `given` is its input; its standard error is discarded. No disk is used. Raises: OSError;
+    subprocess.TimeoutExpired, after the program and its process group were killed.
     """
     source, sink = os.memfd_create("input"), os.memfd_create("output")
     try:

@@ -1,4 +1,4 @@
-"""What lies below a directory that strangers may be filling this moment. Stateless; any thread."""
+"""Listing of a directory tree that other programs may be changing. Stateless; any thread."""
 
 import contextlib
 import errno
@@ -13,14 +13,13 @@ NO_DISK = (*FULL, errno.EROFS)
 
 
 def statuses_below(directory: Path) -> Iterator[os.stat_result]:
-    """What lstat says of each name below `directory`, which itself is left out.
+    """Yield the lstat result of each entry below `directory`, at any depth.
 
-    Names that vanish meanwhile, or may not be looked at, are left out; so is what lies deeper than
-    a path can say (PATH_MAX). Follows no link.
+    Follows no link. Skips entries that vanish, are not accessible, or lie deeper than PATH_MAX.
     """
     stack = [os.fsencode(directory)]
     while stack:
-        # A list of what is left instead of recursion, which os.walk of Python 3.11 would use.
+        # A list instead of recursion, which os.walk of Python 3.11 uses: trees may be deep.
         with contextlib.suppress(OSError), os.scandir(stack.pop()) as entries:
             for entry in entries:
                 try:

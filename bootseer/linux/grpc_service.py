@@ -1,7 +1,7 @@
-"""A gRPC service on Unix sockets, for root alone, until the process is told to end.
+"""gRPC server and client on Unix sockets that only root can use.
 
-Alone knows which status stands for which error. The main thread waits; calls run in threads of the
-server. Whoever imports this needs the package grpcio.
+Only this module maps errors to gRPC status codes. The main thread waits for the stop signal; calls
+run in threads of the server. Importing this module needs the package grpcio.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _STATUS = (
     (DeadlineError, grpc.StatusCode.UNAVAILABLE),
 )
 _THREADS = 16
-"""Calls at once. Most of them take a millisecond; those that mount wait for a server."""
+"""Number of calls at once. Most take a millisecond; those that mount wait for a server."""
 _GRACE_S = 10.0
 _ASK_S = 5.0
 _ADDRESS_BYTES_MAX = 107
@@ -63,8 +63,11 @@ def handler_of(
     implementation: Mapping[str, Callable[[Any], Any]],
     streaming: Sequence[str] = (),
 ) -> grpc.GenericRpcHandler:
-    """What a gRPC server needs to offer a service. `methods`: the request and the response of each;
-    `streaming`: those that answer with a stream of responses."""
+    """Return the handler by which a gRPC server offers a service.
+
+    `methods` has the names of each method's request and response, `messages` their classes, and
+    `streaming` the methods that return a stream of responses.
+    """
     handlers = {}
     for name, (request, response) in methods.items():
         make = (
@@ -85,7 +88,7 @@ def _translated(method: Callable[[Any], Any], name: str) -> Method:
         try:
             return method(request)
         except Exception as error:
-            # Each becomes a status: the client would only see that the call failed.
+            # Without a status, the client would learn only that the call failed.
             fitting = (status for kind, status in _STATUS if isinstance(error, kind))
             status = next(fitting, grpc.StatusCode.INTERNAL)
             if status is grpc.StatusCode.UNAVAILABLE:
@@ -100,10 +103,11 @@ def _translated(method: Callable[[Any], Any], name: str) -> Method:
 def serve(
     handlers: Sequence[grpc.GenericRpcHandler], addresses: Sequence[Path], start: Callable[[], None]
 ) -> None:
-    """Offer services on the sockets `addresses`, until SIGTERM or SIGINT; `start` is called when
-    they are there, and calls are answered once it returns. A socket that is there is replaced.
+    """Offer services on the sockets `addresses` until SIGTERM or SIGINT.
 
-    Main thread only. Raises: InvalidInputError, UnavailableError, BootseerError.
+    `start` is called when the sockets exist; calls are answered after it returns. An existing
+    socket is replaced. Main thread only. Raises: InvalidInputError, UnavailableError,
+    BootseerError.
     """
     paths = [address.absolute() for address in addresses]
     for path in paths:
@@ -111,7 +115,7 @@ def serve(
             raise InvalidInputError(
                 f"the address {path} is too long for a socket; use a shorter one"
             )
-    # In every thread that is to be: only `sigwait` gets them.
+    # Blocked in all later threads, too, so that only `sigwait` gets the signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     server = grpc.server(
         ThreadPoolExecutor(_THREADS, thread_name_prefix="rpc"), handlers=tuple(handlers)
@@ -130,8 +134,10 @@ def serve(
 
 
 def ask(address: Path, method: str, request: Any, response: Any) -> Any:
-    """One call of the service on a socket: `method` as "/SERVICE/METHOD", its message, and the
-    class of the answer. Raises: NotFoundError where it says so, UnavailableError otherwise."""
+    """Call a method ("/SERVICE/METHOD") of the service on a socket; `response` is a message class.
+
+    Raises: NotFoundError if the service answers NOT_FOUND; UnavailableError for any other failure.
+    """
     with grpc.insecure_channel(f"unix:{address}") as channel:
         caller: Callable[..., Any] = channel.unary_unary(
             method,

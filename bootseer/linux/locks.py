@@ -1,5 +1,6 @@
-"""Locks of files (flock(2)): they hold until the last copy of the descriptor is closed, in whatever
-process, and so end with a holder that is killed. Stateless; any thread.
+"""File locks (flock(2)), which end when the last copy of the descriptor is closed.
+
+Descriptors are copied by fork; a killed holder's lock ends with it. Stateless; any thread.
 """
 
 import contextlib
@@ -19,8 +20,7 @@ _REMOVED_MAX = 100
 
 
 def try_lock(fd: int, *, is_shared: bool = False) -> bool:
-    """Lock an open file for us alone, or with others that share it; False: another holder does not
-    let us. Raises: OSError."""
+    """Lock an open file without waiting. Return whether it is locked now. Raises: OSError."""
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
@@ -30,13 +30,15 @@ def try_lock(fd: int, *, is_shared: bool = False) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Let go of the lock in all copies of the descriptor. Raises: OSError."""
+    """Release the lock, in all copies of the descriptor. Raises: OSError."""
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def open_log(path: Path) -> int:
-    """Open a log to append to; its lock is shared by all processes that have the descriptor, as
-    their output, so that others see that it `is_written`. Raises: OSError."""
+    """Open a log for appending, with a shared lock by which others see that it `is_written`.
+
+    Raises: OSError.
+    """
     fd = private_opener(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     with contextlib.suppress(OSError):
         try_lock(fd, is_shared=True)
@@ -44,7 +46,7 @@ def open_log(path: Path) -> int:
 
 
 def is_written(path: Path) -> bool:
-    """Return whether a process that lives has a log for its output. Raises: OSError."""
+    """Return whether a living process has the log open for writing. Raises: OSError."""
     fd = private_opener(str(path), os.O_RDONLY)
     try:
         return not try_lock(fd)
@@ -53,7 +55,7 @@ def is_written(path: Path) -> bool:
 
 
 def lock_within(fd: int, timeout_s: float, *, is_shared: bool = False) -> None:
-    """As `try_lock`, again and again. Raises: TimeoutError, OSError."""
+    """Lock an open file, after `timeout_s` at most. Raises: TimeoutError, OSError."""
     deadline_s = time.monotonic() + timeout_s
     pause_s = _POLL_S
     while not try_lock(fd, is_shared=is_shared):
@@ -66,22 +68,20 @@ def lock_within(fd: int, timeout_s: float, *, is_shared: bool = False) -> None:
 def lock_file(
     path: Path, timeout_s: float, *, is_shared: bool = False, folder: int | None = None
 ) -> int:
-    """A descriptor that holds the lock file `path` (in the open `folder`), which is made if needed,
-    as its folder is.
+    """Return a descriptor that holds the lock file `path`, which is made if missing.
 
-    The holder may remove the file: a process that waited for it then makes a new one.
-    Raises: TimeoutError, OSError.
+    `path` is relative to the open folder `folder`, if given. The holder may remove the file: a
+    process that waited for the lock then makes a new one. Raises: TimeoutError, OSError.
     """
     removed_count = 0
     while True:
         try:
             if folder is None:
-                # The holder may have removed it, too.
+                # In each round, since a holder may have removed the folder, too.
                 make_private_directory(path.parent)
             fd = os.open(path, _FLAGS, 0o600, dir_fd=folder)
         except (FileNotFoundError, FileExistsError):
-            # A holder has just removed the folder that we have made or seen: `mkdir` says that it
-            # exists, and then it does not.
+            # A holder removed the folder between the two calls: `mkdir` saw it, `open` did not.
             removed_count += 1
             if folder is not None or removed_count > _REMOVED_MAX:
                 raise
@@ -97,9 +97,9 @@ def lock_file(
 
 
 def remove_unused_lock(path: Path) -> bool:
-    """Remove a lock file that nobody holds. Return whether it was removed. Never raises.
+    """Remove a lock file without a holder. Return whether it was removed. Never raises.
 
-    Who has opened it and not locked it yet notices, as `lock_file` does.
+    A process that has opened the file but not yet locked it notices the removal; see `lock_file`.
     """
     try:
         fd = os.open(path, _FLAGS & ~os.O_CREAT)

@@ -1,7 +1,7 @@
 """The kernel's table of mounts (/proc/self/mountinfo).
 
-A stat of a stuck FUSE mount hangs and cannot be killed, so mounts are looked up here and never
-touched. Stateless; safe from any thread.
+Mounts are looked up here rather than touched, since a stat of a stuck FUSE mount hangs and cannot
+be killed. Stateless; any thread.
 """
 
 import os
@@ -16,8 +16,8 @@ _ESCAPED = re.compile(rb"\\([0-7]{3})")
 _USER = re.compile(rb"\buser_id=(\d+)")
 
 
-class Mount(Struct, frozen=True):
-    """A FUSE mount that this process can see."""
+class FuseMount(Struct, frozen=True):
+    """A FUSE mount in the mount namespace of this process."""
 
     path: Path
     device_minor: int
@@ -26,10 +26,10 @@ class Mount(Struct, frozen=True):
     name: str
     read_only: bool
     user: int = 0
-    """The user who mounted it."""
+    """User id of the user who mounted it."""
 
 
-class Line(NamedTuple):
+class MountInfoLine(NamedTuple):
     """A line of a mountinfo file."""
 
     number: bytes
@@ -47,7 +47,7 @@ def _unescape(field: bytes) -> bytes:
     return _ESCAPED.sub(lambda m: bytes([int(m[1], 8)]), field)
 
 
-def parse_lines(text: bytes) -> Iterator[Line]:
+def parse_lines(text: bytes) -> Iterator[MountInfoLine]:
     """Parse the text of a mountinfo file, oldest mount first. Pure."""
     for line in text.splitlines():
         # id parent major:minor root mountpoint options optional... - type source super-options
@@ -57,16 +57,16 @@ def parse_lines(text: bytes) -> Iterator[Line]:
             continue
         major, _, minor = head[2].partition(b":")
         numbers = (head[0], head[1], int(major), int(minor))
-        yield Line(*numbers, _unescape(head[4]), head[5].split(b","), *tail[:3])
+        yield MountInfoLine(*numbers, _unescape(head[4]), head[5].split(b","), *tail[:3])
 
 
-def parse_mountinfo(text: bytes) -> Iterator[Mount]:
+def parse_mountinfo(text: bytes) -> Iterator[FuseMount]:
     """Yield the FUSE mounts in the text of a mountinfo file, oldest first. Pure."""
     for line in parse_lines(text):
         kind, _, subtype = line.kind.partition(b".")
         if kind == b"fuse":
             user = _USER.search(line.super_options)
-            yield Mount(
+            yield FuseMount(
                 path=Path(os.fsdecode(line.path)),
                 device_minor=line.minor,
                 subtype=os.fsdecode(_unescape(subtype)),
@@ -81,7 +81,7 @@ class MountPoint(NamedTuple):
 
     path: bytes
     device: int
-    """Equal to `st_dev` of the files in it, except for file systems whose files show others."""
+    """Equal to `st_dev` of most files in it; some file systems give files other numbers."""
     kind: bytes
 
 
@@ -98,27 +98,27 @@ def mount_points() -> list[MountPoint]:
     return parse_mount_points(Path("/proc/self/mountinfo").read_bytes())
 
 
-def fuse_mounts() -> list[Mount]:
+def fuse_mounts() -> list[FuseMount]:
     """Return the FUSE mounts of this mount namespace, oldest first."""
     return list(parse_mountinfo(Path("/proc/self/mountinfo").read_bytes()))
 
 
-def find_mounts(subtype_prefix: str) -> list[Mount]:
+def find_mounts(subtype_prefix: str) -> list[FuseMount]:
     """Return the FUSE mounts whose subtype starts with `subtype_prefix`, oldest first."""
     return [mount for mount in fuse_mounts() if mount.subtype.startswith(subtype_prefix)]
 
 
 def absolute(path: Path) -> Path:
-    """Return `path` as mountinfo spells it. Its last component, which may hang, is not touched."""
+    """Return `path` as mountinfo spells it, without touching the last component, which may hang."""
     # Path.resolve() would stat it.
     parent, name = os.path.split(os.path.abspath(path))
     return Path(os.path.realpath(parent)) / name if name else Path(parent)
 
 
-def find_mount(path: Path) -> Mount | None:
-    """Return the topmost FUSE mount on exactly `path`, unless another mount hides it.
+def find_mount(path: Path) -> FuseMount | None:
+    """Return the topmost FUSE mount on exactly `path`; None if another mount hides it.
 
-    In a namespace that has got another /tmp, mounts in the old one are still listed.
+    After a mount namespace has got another /tmp, mounts in the old one are still listed.
     """
     wanted = absolute(path)
     text = Path("/proc/self/mountinfo").read_bytes()
@@ -127,10 +127,7 @@ def find_mount(path: Path) -> Mount | None:
 
 
 def is_hidden(text: bytes, path: bytes) -> bool:
-    """Return whether a later mount on a folder above `path` hides the mount on `path`.
-
-    `text` is that of a mountinfo file. Pure.
-    """
+    """Return whether a mount above `path` hides the mount on `path`, by a mountinfo file. Pure."""
     lines = {line.number: line for line in parse_lines(text)}
     beside = list(lines.values())
     below = next((line for line in reversed(beside) if line.path == path), None)

@@ -1,7 +1,7 @@
-"""The system calls behind a container root: namespaces, mounts, a new root. Linux only.
+"""System calls for a container's root: namespaces, mounts, pivot_root. Linux only.
 
-Python gained `os.unshare` with 3.12 and never had mount(2); ctypes gives both. Edge module without
-state. Everything here acts on the calling process.
+By ctypes, since Python has `os.unshare` only since 3.12 and no mount(2). Edge module without state.
+All functions act on the calling process.
 """
 
 import contextlib
@@ -20,15 +20,11 @@ PathLike: TypeAlias = str | bytes | os.PathLike[str]
 
 CLONE_FS = 0x00000200
 CLONE_NEWNS = 0x00020000
-CLONE_NEWUTS = 0x04000000
-CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
-CLONE_NEWPID = 0x20000000
 
 MS_RDONLY = 1
 MS_NOSUID = 2
 MS_NODEV = 4
-MS_NOEXEC = 8
 MS_REMOUNT = 32
 MS_BIND = 4096
 MS_REC = 16384
@@ -37,7 +33,7 @@ MS_SLAVE = 1 << 19
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
 
-# mount_setattr(2), Linux 5.12: one number on every architecture. AT_FDCWD and the flags of fcntl.h.
+# mount_setattr(2), since Linux 5.12, has one number on every architecture. Flags are from fcntl.h.
 _MOUNT_SETATTR = 442
 _AT_FDCWD = -100
 _AT_RECURSIVE = 0x8000
@@ -55,12 +51,12 @@ def _check(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """New namespaces for this process. Raises: OSError."""
+    """Move this process into new namespaces. Raises: OSError."""
     _check(_libc.unshare(flags), "unshare")
 
 
 def mount_namespace(process: int | str = "self") -> str:
-    """What names a process's mount namespace; empty where that may not be seen, or it has ended."""
+    """Return the name of a process's mount namespace; empty if it is not visible."""
     try:
         return os.readlink(f"/proc/{process}/ns/mnt")
     except OSError:
@@ -68,13 +64,13 @@ def mount_namespace(process: int | str = "self") -> str:
 
 
 def has_processes(namespace: str) -> bool:
-    """Whether a mount namespace has a process that this user may look at."""
+    """Return whether a mount namespace has a process that this user may inspect."""
     names = filter(str.isdigit, os.listdir("/proc"))
     return any(mount_namespace(name) == namespace for name in names)
 
 
-def is_seen(source: str) -> bool:
-    """Whether a process that this user may look at has a mount of this source."""
+def is_source_mounted(source: str) -> bool:
+    """Return whether any process that this user may inspect has a mount with this source."""
     known = {""}
     for name in filter(str.isdigit, os.listdir("/proc")):
         namespace = mount_namespace(name)
@@ -126,7 +122,7 @@ def _detach_copies(device_minor: int) -> None:
 
 
 def map_user(uid: int, gid: int) -> None:
-    """Makes this process root in its new user namespace, and `uid` and `gid` outside."""
+    """Make this process root in its new user namespace, and user `uid`, group `gid` outside."""
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
     Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
@@ -135,7 +131,7 @@ def map_user(uid: int, gid: int) -> None:
 def mount(
     source: PathLike, target: PathLike, kind: str = "", flags: int = 0, options: str = ""
 ) -> None:
-    """mount(2). Raises: OSError naming the target."""
+    """Call mount(2). Raises: OSError naming the target."""
     result = _libc.mount(
         os.fsencode(source),
         os.fsencode(target),
@@ -147,9 +143,9 @@ def mount(
 
 
 def bind_read_only(source: PathLike, target: PathLike) -> None:
-    """Show `source`, and what is mounted below it, at `target`: nothing of it can be written there.
+    """Bind `source`, with the mounts below it, to `target`, read-only.
 
-    Before Linux 5.12 what is mounted below it is left out. Raises: OSError naming the target.
+    Before Linux 5.12 the mounts below `source` are left out. Raises: OSError naming the target.
     """
     mount(source, target, flags=MS_BIND | MS_REC)
     attributes = struct.pack("=QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
@@ -167,7 +163,7 @@ def bind_read_only(source: PathLike, target: PathLike) -> None:
         _check(result, os.fsdecode(target))
     unmount(target)
     mount(source, target, flags=MS_BIND)
-    # A bind takes its flags only when mounted again; those of the source are locked on.
+    # A bind mount takes flags only by a remount, which must repeat the flags of the source.
     kept = os.statvfs(target).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC)
     mount("none", target, flags=MS_BIND | MS_REMOUNT | MS_RDONLY | kept)
 
@@ -178,35 +174,32 @@ def unmount(target: PathLike) -> None:
 
 
 def make_private() -> None:
-    """Makes mounts private: none of ours is seen outside any more, and none from outside here."""
+    """Make all mounts private: new mounts do not spread between this namespace and others."""
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
 
 
 def change_root(root: PathLike) -> None:
-    """Make `root`, a mount, the root directory, and let go of the old one. Raises: OSError."""
+    """Make the mount `root` the root directory, and detach the old root. Raises: OSError."""
     os.chdir(root)
     if _libc.pivot_root(b".", b".") == 0:
         # pivot_root(2), NOTES: the old root now lies on top of the new one at ".".
         unmount(".")
     else:
-        # An initramfs cannot be pivoted away from.
+        # pivot_root(2) refuses if the old root is an initramfs.
         os.chroot(".")
     os.chdir("/")
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when process `parent`, which forked it, ends."""
+    """Make the kernel kill this process when its parent, process `parent`, ends."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     if os.getppid() not in (parent, 0):
-        # It ended before we asked. (0: it is outside our PID namespace.)
+        # The parent ended before the call. (0: the parent is outside this PID namespace.)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def be_traced() -> None:
-    """Let the parent be told of each signal of this process, and of its becoming a program.
-
-    Raises: OSError where this machine allows no tracing.
-    """
-    # As its prototype has it: the parent, an address and data, none of which count here.
+def trace_me() -> None:
+    """Allow the parent to trace this process. Raises: OSError if this machine allows no tracing."""
+    # Arguments after the request: pid, address, data; all ignored here (ptrace(2)).
     result = _libc.ptrace(ctypes.c_long(_PTRACE_TRACEME), ctypes.c_long(0), None, None)
     _check(result, "ptrace")

@@ -1,8 +1,8 @@
-"""Mounts of overlayfs: layers on a directory, and a tree over what a directory holds.
+"""Overlayfs mounts: layers stacked on a directory, and a tree shown over a directory.
 
-What is written to an overlay is meant to go with its mount, so no writer ever waits for a disk.
-Paths go to the kernel as descriptors: they may hold characters that mean something to overlayfs.
-Stateless; acts on the mount namespace of the caller; any thread.
+What is written to an overlay is discarded with its mount, so no writer ever waits for a disk. Paths
+are given to the kernel as descriptors, since they may contain characters with a meaning for
+overlayfs. Stateless; acts on the mount namespace of the caller; any thread.
 """
 
 import contextlib
@@ -29,17 +29,16 @@ def mount_layers(
     flags: int = 0,
     has_renames: bool = False,
 ) -> None:
-    """Mount `lowers`, the uppermost first, on `target`; `scratch`/upper is the upper directory.
+    """Mount the directories `lowers`, uppermost first, on `target`. Raises: OSError.
 
     Args:
-        scratch: Folder that has `upper` and `work` already.
+        lowers: The read-only layers.
+        scratch: Folder that already has the directories `upper` and `work`.
+        target: Where to mount.
+        source: Name of the overlay in the table of mounts.
         options: Further options of overlayfs; they begin with a comma.
         flags: Flags of mount(2).
-        has_renames: Whether directories of the lower layers can be renamed, where the kernel can do
-            that.
-
-    Raises:
-        OSError: The kernel refused the mount.
+        has_renames: Whether lower directories can be renamed, if the kernel supports it.
     """
     with contextlib.ExitStack() as stack:
 
@@ -52,7 +51,7 @@ def mount_layers(
         upper, work = by_descriptor(scratch / "upper"), by_descriptor(scratch / "work")
         wanted = f"lowerdir={lower},upperdir={upper},workdir={work}{options}"
         redirects = (",redirect_dir=on", "") if has_renames else ("",)
-        # "volatile" came with Linux 5.10.
+        # The option "volatile" exists since Linux 5.10.
         tries = [f"{wanted}{one}{other}" for one in redirects for other in (",volatile", "")]
         for text in tries:
             try:
@@ -75,22 +74,24 @@ def cover_directory(
 ) -> None:
     """Show `tree` on `target`, an existing directory, in one step.
 
-    Device nodes never count below the overlay, nor does what the covered file system forbids.
+    Device nodes in the overlay have no effect, and the restrictions of the covered mount stay.
 
     Args:
-        scratch: Existing empty directory that takes what is written. Memory takes it where the file
-            system of `scratch` cannot be an upper layer.
+        tree: The directory to show.
+        target: Where to mount.
+        scratch: Existing empty directory for written files. If its file system cannot be an upper
+            layer, a tmpfs takes them.
         is_difference: Whether the present contents of `target` show through.
         deletions: Paths below `target` that do not show through.
         source: Name of the overlay in the table of mounts.
-        privileges: Whether set-user-ID bits and capabilities count.
+        privileges: Whether set-user-ID bits and capabilities have an effect.
 
     Raises:
         UnsupportedError: This kernel has no such overlay.
         BootseerError: Another error of the mount.
     """
     try:
-        # An overlay does not have the flags of what it shows.
+        # An overlay does not inherit the mount flags of the directory that it covers.
         kept = os.statvfs(target).f_flag & (os.ST_NOSUID | os.ST_NOEXEC)
         flags = namespaces.MS_NODEV | kept | (0 if privileges else namespaces.MS_NOSUID)
         _cover(tree, target, scratch, is_difference, deletions, source, flags)
@@ -98,7 +99,7 @@ def cover_directory(
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
             raise from_oserror(error, f"mount an overlay on {target}") from error
         # `scratch` lies on a file system that cannot be an upper layer, such as another overlay.
-        _log.info("%s cannot take what is written: it goes to memory instead", scratch)
+        _log.info("%s cannot be an upper directory: written files go to memory", scratch)
         try:
             namespaces.mount("tmpfs", scratch, "tmpfs", options="mode=700")
             _cover(tree, target, scratch, is_difference, deletions, source, flags)
@@ -129,7 +130,7 @@ def _cover(
             _make_whiteouts(gone, target, deletions)
             lowers.append(gone)
         lowers.append(target)
-    # The merged root has the attributes of the upper one.
+    # The merged root directory has the attributes of the upper directory.
     copy_directory_attributes(tree, scratch / "upper")
     mount_layers(lowers, scratch, target, source=source, flags=flags, has_renames=True)
 
@@ -141,18 +142,18 @@ def copy_directory_attributes(source: Path, target: Path) -> None:
     os.chmod(target, stat.S_IMODE(status.st_mode))
     with contextlib.suppress(OSError):
         for name in os.listxattr(source):
-            # Attributes of overlayfs are about other layers.
+            # Overlayfs's own attributes describe the source's layers.
             if not name.startswith(("trusted.overlay.", "user.overlay.")):
-                # What the scratch file system may not have is left out, as an extraction does.
+                # Attributes that the scratch file system does not support are left out.
                 with contextlib.suppress(OSError):
                     os.setxattr(target, name, os.getxattr(source, name))
     os.utime(target, ns=(status.st_mtime_ns, status.st_mtime_ns))
 
 
 def _make_whiteouts(gone: Path, target: Path, deletions: Iterable[bytes]) -> None:
-    """One for each deleted path whose parent is still a directory; nothing else is covered.
+    """Make a whiteout in `gone` for each deleted path whose parent still is a directory.
 
-    The directories above it are as in `target`, whose own attributes they hide.
+    The directories above it get the attributes of those in `target`, which they hide.
     """
     deleted = set(deletions)
     top = os.fsencode(gone)
@@ -160,7 +161,7 @@ def _make_whiteouts(gone: Path, target: Path, deletions: Iterable[bytes]) -> Non
     made: list[bytes] = []
     for path in sorted(deleted):
         if any(parent in deleted for parent in _parents(path)):
-            continue  # goes with its directory
+            continue  # its directory has a whiteout
         if not _is_there(base, path):
             continue
         for parent in reversed(list(_parents(path))):
@@ -178,13 +179,12 @@ def _make_whiteouts(gone: Path, target: Path, deletions: Iterable[bytes]) -> Non
 
 
 def _parents(path: bytes) -> Iterator[bytes]:
-    """The nearest first; not the top."""
     while path := path.rpartition(b"/")[0]:
         yield path
 
 
 def _is_there(base: bytes, path: bytes) -> bool:
-    """Whether `path` exists below `base`, all of its parents being directories themselves."""
+    """Return whether `path` exists below `base`, and all its parents are directories."""
     for parent in _parents(path):
         try:
             if not stat.S_ISDIR(os.lstat(os.path.join(base, parent)).st_mode):

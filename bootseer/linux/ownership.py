@@ -1,9 +1,9 @@
-"""The owner of a file or folder, and whether what lies there may be acted upon.
+"""Trust in files and folders, judged by who owns them and who can change them.
 
-Alone owns that rule, for the configuration, the node's folders and doctor: everything on the way
-belongs to this user, to root or to a trusted owner, and nobody else can write to it. A folder that
-everybody may write to is on the way to a trusted one only if it is sticky (/tmp), since nobody can
-replace there what belongs to others. Looks, and makes nothing but a folder of ours in a sticky one.
+This module alone defines the rule, for the configuration, the node's folders and doctor: everything
+on the path belongs to this user, to root or to a trusted owner, and nobody else can write to it. A
+folder writable for everybody is allowed on the path only if it is sticky (/tmp), where nobody can
+replace the files of others. Reads only, except that it makes missing folders in a sticky one.
 Stateless; any thread.
 """
 
@@ -18,29 +18,27 @@ from msgspec import Struct
 
 from bootseer.errors import InvalidInputError
 
-# As the kernel counts (MAXSYMLINKS).
+# The kernel's limit (MAXSYMLINKS).
 _LINKS_MAX = 40
-# Opens nothing: a device notices nothing, and a pipe does not wait.
-_LOOK = os.O_PATH | os.O_CLOEXEC
+# Opens the path alone: no effect on a device, and no wait for a pipe.
+_PATH_ONLY = os.O_PATH | os.O_CLOEXEC
 _ALL = "all"
 FOR_ALL_USERS = "is for all users"
-"""What is wrong with a folder in which each user may have a part (/scratch, mode 1777)."""
+"""Fault of a folder in which each user may have a part (/scratch, mode 1777)."""
 
 
 class Owners(Struct, frozen=True):
-    """The users who may own, and write to, files that this user trusts, besides this user and
-    root."""
+    """Users and groups that may own and change trusted files, besides this user and root."""
 
     users: frozenset[int] = frozenset()
     groups: frozenset[int] = frozenset()
-    """Members of these may write to a folder."""
+    """Groups whose members may write to a folder."""
     is_everybody: bool = False
-    """Whether every user is trusted: then nothing is checked."""
+    """Whether every user is trusted, so that nothing is checked."""
 
 
 def parse_owners(text: str) -> Owners:
-    """The owners in text such as "alice,1000,@train", where @ names a group; or "all". Raises:
-    InvalidInputError."""
+    """Return the owners in a text like "alice,1000,@train" or "all". Raises: InvalidInputError."""
     words = {word.strip() for word in text.split(",")} - {"", "root"}
     if _ALL in words:
         return Owners(is_everybody=True)
@@ -51,12 +49,12 @@ def parse_owners(text: str) -> Owners:
 
 
 def _user_number(name: str) -> int:
-    import pwd  # here, as with groups: few settings name owners
+    import pwd  # here, since few settings name owners
 
     try:
         return int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid
     except KeyError:
-        raise InvalidInputError(f"{name!r} is no user of this machine") from None
+        raise InvalidInputError(f"{name!r} is not a user of this machine") from None
 
 
 def _group_number(name: str) -> int:
@@ -65,11 +63,11 @@ def _group_number(name: str) -> int:
     try:
         return int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
     except KeyError:
-        raise InvalidInputError(f"{name!r} is no group of this machine") from None
+        raise InvalidInputError(f"{name!r} is not a group of this machine") from None
 
 
 def kind_of(status: os.stat_result) -> str:
-    """Return the kind of a file in words: "a pipe"."""
+    """Return the kind of a file in words, such as "a pipe"."""
     kinds = {
         stat.S_IFDIR: "a folder",
         stat.S_IFIFO: "a pipe",
@@ -80,27 +78,30 @@ def kind_of(status: os.stat_result) -> str:
     return kinds.get(stat.S_IFMT(status.st_mode), "a file")
 
 
-def open_believed(path: Path, owners: Owners) -> tuple[int, str]:
-    """Open a regular file for reading, and every folder and symbolic link on the way to it once,
-    without following links: what was judged is what is read.
+def open_trusted(path: Path, owners: Owners) -> tuple[int, str]:
+    """Open a regular file for reading, if it and every folder on its path are trusted.
 
-    Return the descriptor and an empty text; or -1 and why the file must not be believed, as a
-    sentence without its end ("it belongs to user bob (1001)"). On a read-only mount nobody can
-    change anything (a ConfigMap's folder is for all users). A folder is none that is read: -1 and
-    an empty text. Raises: OSError.
+    Opens each folder and link on the path once, so that the file read is the file that was judged.
+    On a read-only mount nobody can change anything, so writers are not checked there (a ConfigMap's
+    folder is writable for all users).
+
+    Returns: The descriptor and ""; or -1 and the reason why the file is not trusted, as a sentence
+    without its end ("it belongs to user bob (1001)"); or -1 and "" if the path is a folder.
+
+    Raises: OSError.
     """
     todo = [part for part in str(path.absolute()).split("/")[::-1] if part not in ("", ".")]
     here = "/"
-    folder = os.open("/", _LOOK)
+    folder = os.open("/", _PATH_ONLY)
     links = 0
     try:
         while todo:
             part = todo.pop()
-            below = os.open(part, _LOOK | os.O_NOFOLLOW, dir_fd=folder)
+            below = os.open(part, _PATH_ONLY | os.O_NOFOLLOW, dir_fd=folder)
             try:
                 status = os.fstat(below)
                 here = os.path.normpath(os.path.join(here, part))
-                fault = "" if owners.is_everybody else _fault_on_the_way(below, status, owners)
+                fault = "" if owners.is_everybody else _fault_of_component(below, status, owners)
                 if fault and (todo or stat.S_ISLNK(status.st_mode)):
                     return -1, f"{here} {fault}"
                 if stat.S_ISLNK(status.st_mode):
@@ -112,18 +113,18 @@ def open_believed(path: Path, owners: Owners) -> tuple[int, str]:
                     if target.startswith("/"):
                         here = "/"
                         os.close(folder)
-                        folder = os.open("/", _LOOK)
+                        folder = os.open("/", _PATH_ONLY)
                     todo += [one for one in target.split("/")[::-1] if one not in ("", ".")]
                 elif stat.S_ISDIR(status.st_mode):
                     folder, below = below, folder
                 elif todo:
                     raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), here)
                 elif not stat.S_ISREG(status.st_mode):
-                    return -1, f"it is {kind_of(status)}, and no regular file"
+                    return -1, f"it is {kind_of(status)}, not a regular file"
                 elif fault:
                     return -1, f"it {fault}"
                 else:
-                    return _opened(folder, part, status), ""
+                    return _open_same(folder, part, status), ""
             finally:
                 os.close(below)
     finally:
@@ -131,8 +132,8 @@ def open_believed(path: Path, owners: Owners) -> tuple[int, str]:
     return -1, ""
 
 
-def _opened(folder: int, name: str, looked: os.stat_result) -> int:
-    # Not blocking, in case it is a pipe by now.
+def _open_same(folder: int, name: str, looked: os.stat_result) -> int:
+    # O_NONBLOCK in case the name has become a pipe meanwhile.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     file = os.open(name, flags, dir_fd=folder)
     if not os.path.samestat(os.fstat(file), looked):
@@ -141,7 +142,7 @@ def _opened(folder: int, name: str, looked: os.stat_result) -> int:
     return file
 
 
-def _fault_on_the_way(file: int, status: os.stat_result, owners: Owners) -> str:
+def _fault_of_component(file: int, status: os.stat_result, owners: Owners) -> str:
     if fault := _fault_of_owner(status, owners):
         return fault
     if stat.S_ISLNK(status.st_mode) or _is_sticky(status):
@@ -149,21 +150,21 @@ def _fault_on_the_way(file: int, status: os.stat_result, owners: Owners) -> str:
     with contextlib.suppress(OSError):
         if os.fstatvfs(file).f_flag & os.ST_RDONLY:
             return ""
-    # No extended attribute can be read from a descriptor that is only looked at.
+    # Extended attributes cannot be read from an O_PATH descriptor, but by its path in /proc.
     return _fault_of_writers(f"/proc/self/fd/{file}", status, owners)
 
 
 def fault_of_folder(path: Path, owners: Owners, *, is_shared: bool = False) -> str:
-    """Why a folder must not be used, as a sentence without its end. Empty if it may be.
+    """Return why a folder must not be used, as a sentence without its end; empty if it may be.
 
-    Looks at every folder and symbolic link on the way to it, and at the owners of what lies in
-    it. What is missing is fine: who makes it owns it. `is_shared`: the folder itself may be sticky,
-    for uses that make a folder of their own below it.
+    Checks every folder and link on the path, and the owners of the folder's entries. A missing
+    folder is allowed: whoever makes it owns it. With `is_shared` the folder itself may be sticky,
+    for uses that make a folder of their own in it.
     """
     if owners.is_everybody:
         return ""
     here, status = "/", os.stat("/")
-    for here, status in _way_to(path):
+    for here, status in _path_components(path):
         if stat.S_ISLNK(status.st_mode):
             fault = _fault_of_owner(status, owners)
         else:
@@ -179,18 +180,17 @@ def fault_of_folder(path: Path, owners: Owners, *, is_shared: bool = False) -> s
     return _fault_of_entries(here, owners)
 
 
-def unwritable(path: Path) -> Path | None:
-    """The path, or the nearest folder above it that exists, where this process cannot write to it;
-    None where it can."""
+def unwritable_folder(path: Path) -> Path | None:
+    """Return the nearest existing folder at or above `path` if it is not writable; else None."""
     path = path.absolute()
     there = next(filter(os.path.exists, (path, *path.parents)))
-    # By the rights in effect: capabilities open folders, too.
+    # By effective ids, so that capabilities count, too.
     return None if os.access(there, os.W_OK, effective_ids=True) else there
 
 
 def _fault_of_entries(folder: str, owners: Owners) -> str:
-    # A user who can enter has a part of it; no other user can have put anything into folders of
-    # ours.
+    # One level is enough: an entry of another user shows that the folder was once open to others,
+    # and another user cannot have put anything into subfolders of this user.
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if fault := _fault_of_owner(entry.stat(follow_symlinks=False), owners):
@@ -198,9 +198,8 @@ def _fault_of_entries(folder: str, owners: Owners) -> str:
     return ""
 
 
-def _way_to(path: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Every folder and symbolic link that the kernel passes on the way to `path`, the root first,
-    as far as they exist."""
+def _path_components(path: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield every existing folder and link on the way to `path`, the root first."""
     here, status = "/", os.stat("/")
     yield here, status
     todo = str(path.absolute()).split("/")[::-1]
@@ -215,7 +214,7 @@ def _way_to(path: Path) -> Iterator[tuple[str, os.stat_result]]:
         below = os.path.join(here, part)
         try:
             if _is_sticky(status):
-                # The user who makes it first owns it.
+                # Make it now, before another user can.
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(below, 0o700)
             status = os.lstat(below)
@@ -234,7 +233,6 @@ def _way_to(path: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _is_sticky(status: os.stat_result) -> bool:
-    """Returns whether a shared folder lets users remove and rename only their own files."""
     shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return bool(shared and status.st_mode & stat.S_ISVTX and stat.S_ISDIR(status.st_mode))
 
@@ -251,11 +249,11 @@ def _fault_of_writers(file: int | str, status: os.stat_result, owners: Owners) -
     if status.st_mode & stat.S_IWOTH:
         return "can be changed by everybody"
     if status.st_mode & stat.S_IWGRP and status.st_gid not in owners.groups:
-        # The group's bits are those of the list then, whichever users are in it.
+        # With an access control list, the group's bits are the maximum of all its entries.
         if _has_access_list(file):
             return "has an access control list by which others may change it"
         name, members = _group(status.st_gid)
-        # Many systems give each user a group of the same number: mode 0775 then means 0755.
+        # Many systems give each user a private group of the same number: 0775 then equals 0755.
         if status.st_gid != status.st_uid or members:
             return f"can be changed by the group {name}"
     return ""
@@ -269,8 +267,7 @@ def _has_access_list(file: int | str) -> bool:
 
 
 def _unmapped_user() -> int:
-    """The user id as which a user namespace shows all users outside of it, root among them; -1
-    where there is no such namespace, or where that number is also a user's inside."""
+    """Return the id that a user namespace shows for users outside, root among them; else -1."""
     try:
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
         ranges = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()

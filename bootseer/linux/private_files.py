@@ -1,4 +1,4 @@
-"""Files and folders for this user alone, whatever the umask says. Stateless; any thread."""
+"""Private files and folders: only this user can use them, independent of the umask. Any thread."""
 
 import errno
 import os
@@ -17,10 +17,9 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def make_directory(path: Path) -> None:
-    """Make `path`, and the parents that are missing, with mode 0700; it may be there already, and
-    be anybody's. Raises: OSError.
+    """Make `path` and its missing parents with mode 0700, unless it exists. Raises: OSError.
 
-    `Path.mkdir(parents=True)` gives the mode to the last one only.
+    `Path.mkdir(parents=True)` would give the mode to the last folder only.
     """
     try:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -32,22 +31,23 @@ def make_directory(path: Path) -> None:
 
 
 def make_private_directory(path: Path) -> None:
-    """As `make_directory`, but one that is there already must be this user's, root's, or belong to
-    whom its own folder belongs to: no other user can then have put anything into it.
+    """Make `path`, but refuse an existing folder that another user may have filled.
 
-    Raises: OSError; of a folder of another user PermissionError.
+    It must belong to this user, to root, or to the owner of its parent. Raises: PermissionError if
+    it does not; OSError.
     """
     make_directory(path)
-    # Of a link both count: whose it is, and what it leads to.
+    # Of a symbolic link, both the link and its target must be trusted.
     for status in (path.lstat(), path.stat()):
         if not _is_trusted(status) and status.st_uid != path.parent.stat().st_uid:
             raise _foreign(path, status)
 
 
 def open_private_directory(root: Path, names: Sequence[str]) -> int:
-    """A descriptor of the folder `names` below `root`, which many users may share. What is missing
-    is made, with mode 0700; no symbolic link is followed, and every folder below `root` is this
-    user's or root's. The caller closes it. Raises: OSError.
+    """Return a descriptor of the folder `names` below `root`, which many users may share.
+
+    Missing folders are made with mode 0700; no symbolic link is followed; every folder below `root`
+    must be this user's or root's. The caller closes the descriptor. Raises: OSError.
     """
     make_directory(root)
     fd = os.open(root, _DIRECTORY & ~os.O_NOFOLLOW)
@@ -79,7 +79,7 @@ def _is_trusted(status: os.stat_result) -> bool:
 
 
 def private_directory(path: Path) -> Path:
-    """`path`, made as by `make_private_directory`. Raises: BootseerError."""
+    """Make `path` by `make_private_directory`, and return it. Raises: BootseerError."""
     try:
         make_private_directory(path)
     except OSError as error:
@@ -88,17 +88,18 @@ def private_directory(path: Path) -> Path:
 
 
 def private_opener(path: str, flags: int) -> int:
-    """For `open(..., opener=private_opener)`: a new file gets mode 0600, no link is followed."""
+    """Open a file with mode 0600, following no link; for `open(..., opener=private_opener)`."""
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def write_private_file(path: Path, data: bytes) -> None:
-    """Put `data` there in one step, in place of what is there; the folder is made if need be.
+    """Replace the file `path` by `data` in one step; make its folder if needed.
 
-    Not synced: for what is verified whenever it is read, or may be lost. Raises: OSError.
+    Not synced to disk: for contents that are verified when read, or that may be lost. Raises:
+    OSError.
     """
     make_private_directory(path.parent)
-    # Random: processes of several containers may have one number.
+    # A random name, since processes of several containers may have the same pid.
     temporary = path.with_name(f".new-{os.urandom(8).hex()}")
     try:
         with open(temporary, "wb", opener=private_opener) as file:
@@ -110,8 +111,7 @@ def write_private_file(path: Path, data: bytes) -> None:
 
 
 def read_private_file(path: Path, form: "DocumentFormat[T]") -> T | None:
-    """The document at `path`; None where there is none that this release reads, or where it is
-    another user's: it must not be acted upon."""
+    """Return the document at `path`; None if it is missing, unreadable or another user's."""
     try:
         with open(path, "rb", opener=private_opener) as file:
             if not is_own(os.fstat(file.fileno())):
@@ -122,5 +122,5 @@ def read_private_file(path: Path, form: "DocumentFormat[T]") -> T | None:
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Whether a file or folder is this user's, so that what it says may be acted upon."""
+    """Return whether a file belongs to this user, so that its contents may be acted upon."""
     return status.st_uid == os.geteuid()

@@ -1,9 +1,9 @@
-"""Removing a directory that a stranger has filled: a container, an image, a user's set-up.
+"""Removal of a directory tree with hostile contents: a container, an image, a user's set-up.
 
-Everything is done relative to open directories and no link is followed, so depth, and paths longer
-than PATH_MAX, make no difference; memory and descriptors are bounded. What is mounted below is left
-alone. Directories that even their owner may not enter, and files that are marked as immutable, are
-removed like others as far as this user may do that. Stateless; any thread.
+Works relative to open directories and follows no link, so that neither depth nor paths longer than
+PATH_MAX matter; memory and descriptors are bounded. Mounts below the tree stay. Directories that
+their owner may not enter, and files marked immutable, are removed as far as this user may do that.
+Stateless; any thread.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-# Two descriptors each. What lies deeper is moved up before it is emptied.
+# A level needs two descriptors. Directories at a greater depth are moved to the top first.
 _LEVELS_MAX = 100
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -33,10 +33,10 @@ def remove_tree(
     dir_fd: int | None = None,
     on_entry: Callable[[], None] = lambda: None,
 ) -> None:
-    """Remove a directory with all that is in it; nothing where there is none. `on_entry` is called
-    for each name that is come to.
+    """Remove a directory with all its contents; do nothing if it does not exist.
 
-    Raises: OSError of the first thing that could not be removed, after all that could be has been.
+    `on_entry` is called for each entry. Raises: OSError for the first entry that could not be
+    removed, after everything else has been.
     """
     name = os.fsencode(path)
     failure = None
@@ -47,9 +47,9 @@ def remove_tree(
     except OSError as error:
         failure = error
     try:
-        _unlocked(lambda: os.rmdir(name, dir_fd=dir_fd), dir_fd, name)
+        _retry_unprotected(lambda: os.rmdir(name, dir_fd=dir_fd), dir_fd, name)
     except OSError as error:
-        # Why something is still in it says more than that there is.
+        # The first failure inside says more than "directory not empty".
         raise failure or error from None
 
 
@@ -59,9 +59,9 @@ def empty_directory(
     dir_fd: int | None = None,
     on_entry: Callable[[], None] = lambda: None,
 ) -> None:
-    """Remove all that is in a directory, which stays. Raises: OSError, as `remove_tree`."""
+    """Remove all contents of a directory, which stays. Raises: as `remove_tree`."""
     name = os.fsencode(path)
-    top = _unlocked(lambda: os.open(name, _DIRECTORY, dir_fd=dir_fd), dir_fd, name)
+    top = _retry_unprotected(lambda: os.open(name, _DIRECTORY, dir_fd=dir_fd), dir_fd, name)
     try:
         failure = _empty(top, on_entry)
     finally:
@@ -71,13 +71,10 @@ def empty_directory(
 
 
 class _Level:
-    """An open directory that is being emptied."""
-
     def __init__(self, name: bytes, fd: int) -> None:
         self.name = name
         self.fd = fd
-        self.has_shrunk = False
-        """Whether something has been removed since it was listed from its beginning."""
+        self.has_shrunk = False  # whether an entry was removed since the last listing began
         self.entries = os.scandir(fd)
 
     def list_again(self) -> None:
@@ -90,7 +87,7 @@ class _Level:
 
 
 def _empty(top: int, on_entry: Callable[[], None]) -> OSError | None:
-    """Remove all that is in the open directory `top`. What could not be removed first, and why."""
+    """Remove all contents of the open directory `top`. Return the first failure."""
     failure: OSError | None = None
     levels = [_Level(b"", top)]
     try:
@@ -104,7 +101,7 @@ def _empty(top: int, on_entry: Callable[[], None]) -> OSError | None:
                     if inner is not None:
                         levels.append(inner)
                 elif level.has_shrunk and len(levels) == 1:
-                    # What was moved up, or was not listed because names went meanwhile.
+                    # For directories moved here, and names that a listing skips when others go.
                     level.list_again()
                 elif len(levels) == 1:
                     return failure
@@ -118,38 +115,39 @@ def _empty(top: int, on_entry: Callable[[], None]) -> OSError | None:
 
 
 def _remove_entry(levels: list[_Level], name: bytes, entry: "os.DirEntry[str]") -> _Level | None:
-    """Remove it; or where it is a directory that has to be emptied first, that, opened.
-
-    Raises: OSError.
-    """
+    """Remove one entry; return a directory with contents as a new level. Raises: OSError."""
     level = levels[-1]
     fd = level.fd
     if not entry.is_dir(follow_symlinks=False):
-        _unlocked(lambda: os.unlink(name, dir_fd=fd), fd, name)
+        _retry_unprotected(lambda: os.unlink(name, dir_fd=fd), fd, name)
     else:
         try:
-            # Of what is mounted there rmdir(2) says EBUSY before it looks whether it is empty.
-            _unlocked(lambda: os.rmdir(name, dir_fd=fd), fd, name)
+            # On a mount point rmdir(2) fails with EBUSY before it checks for contents.
+            _retry_unprotected(lambda: os.rmdir(name, dir_fd=fd), fd, name)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             if len(levels) < _LEVELS_MAX:
-                inner = _unlocked(lambda: os.open(name, _DIRECTORY, dir_fd=fd), fd, name)
+                inner = _retry_unprotected(lambda: os.open(name, _DIRECTORY, dir_fd=fd), fd, name)
                 return _Level(name, inner)
             moved = b".moved-%b" % os.urandom(8).hex().encode()
             top = levels[0].fd
-            _unlocked(lambda: os.rename(name, moved, src_dir_fd=fd, dst_dir_fd=top), fd, name)
+            _retry_unprotected(
+                lambda: os.rename(name, moved, src_dir_fd=fd, dst_dir_fd=top), fd, name
+            )
             levels[0].has_shrunk = True
     level.has_shrunk = True
     return None
 
 
 def _remove_emptied(levels: list[_Level]) -> bool:
-    """Remove the innermost directory, which has been gone through; False where it is to be gone
-    through again, since names have been removed and others are left. Raises: OSError."""
+    """Remove the innermost directory, whose listing has ended. Raises: OSError.
+
+    Return False if it must be listed again, since some names are left and others were removed.
+    """
     level, above = levels[-1], levels[-2]
     try:
-        _unlocked(lambda: os.rmdir(level.name, dir_fd=above.fd), above.fd, level.name)
+        _retry_unprotected(lambda: os.rmdir(level.name, dir_fd=above.fd), above.fd, level.name)
         above.has_shrunk = True
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and level.has_shrunk:
@@ -160,27 +158,25 @@ def _remove_emptied(levels: list[_Level]) -> bool:
     return True
 
 
-def _unlocked(work: Callable[[], _T], dir_fd: int | None, name: bytes) -> _T:
-    """What `work` on a name returns; where it is refused it is called again after what forbids it
-    has been taken off. Raises: OSError."""
+def _retry_unprotected(work: Callable[[], _T], dir_fd: int | None, name: bytes) -> _T:
+    """Return `work()`; on PermissionError remove the protection of `name` and try again."""
     try:
         return work()
     except PermissionError:
         if dir_fd is not None:
-            _unlock(dir_fd)
+            _remove_protection(dir_fd)
         with contextlib.suppress(OSError):
             fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
             try:
-                _unlock(fd)
+                _remove_protection(fd)
             finally:
                 os.close(fd)
         return work()
 
 
-def _unlock(fd: int) -> None:
-    """Let the owner change a file or directory, as far as this process may arrange that."""
+def _remove_protection(fd: int) -> None:
     mode = os.fstat(fd).st_mode
-    # Not a device or a pipe, which must not be opened; a descriptor of O_PATH takes no ioctl.
+    # Devices and pipes must not be opened, and an O_PATH descriptor takes no ioctl.
     if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
         return
     path = f"/proc/self/fd/{fd}"
@@ -190,7 +186,7 @@ def _unlock(fd: int) -> None:
     with contextlib.suppress(OSError):
         opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            # An int, although the numbers of these calls say that it is a long.
+            # The kernel uses an int, although the ioctl numbers are made for a long.
             flags = int.from_bytes(fcntl.ioctl(opened, _GET_FLAGS, bytes(8))[:4], sys.byteorder)
             kept = (flags & ~_UNCHANGEABLE).to_bytes(4, sys.byteorder)
             fcntl.ioctl(opened, _SET_FLAGS, kept + bytes(4))

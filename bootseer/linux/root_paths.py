@@ -1,9 +1,9 @@
-"""Paths as a process whose root is a given directory sees them -> paths on this host.
+"""Translation of paths inside a root directory to paths on this host.
 
-Alone owns that translation, for containers and for set-ups inside them: symbolic links are
-resolved inside the root, as that process would see them, and never lead outside it. With the root
-"/" this is what realpath does. Holds against links that lie there; a process that changes the tree
-meanwhile can mislead it. Stateless; any thread.
+Only this module does it, for containers and for set-ups inside them: symbolic links are resolved
+inside the root, as a process there would see them, and never lead outside. For the root "/" the
+result equals realpath. Safe against hostile links, but not against a process that changes the tree
+at the same time. Stateless; any thread.
 """
 
 import os
@@ -14,16 +14,16 @@ from msgspec import Struct
 
 from bootseer.errors import InvalidInputError
 
-# As the kernel counts (MAXSYMLINKS).
+# The kernel's limit (MAXSYMLINKS).
 _LINKS_MAX = 40
 
 
 def resolve_in_root(root: Path, path: str | bytes) -> Path:
-    """The host path of `path` inside `root`; what does not exist is kept by name.
+    """Return the host path of `path` inside `root`; components that do not exist are kept by name.
 
-    Every component that exists is resolved, the last one included. ".." stops at the root, and a
-    relative path begins there. Raises: InvalidInputError for a loop of symbolic links; OSError for
-    a link that cannot be read.
+    Every existing component is resolved, including the last. ".." stops at the root, and a relative
+    path begins there. Raises: InvalidInputError for a loop of symbolic links; OSError for a link
+    that cannot be read.
     """
     top = os.fsencode(root.absolute()).rstrip(b"/")
     todo = os.fsencode(path).split(b"/")[::-1]
@@ -58,7 +58,7 @@ def resolve_in_root(root: Path, path: str | bytes) -> Path:
 
 
 def find_program(root: Path, name: str, search_path: str, directory: str) -> str | None:
-    """The absolute path, inside `root`, of the program that a shell in `directory` would run."""
+    """Return the absolute path, inside `root`, of the program that a shell would run."""
     if "/" in name:
         candidates = [os.path.join(directory, name)]  # a path of the root, not ours
     else:
@@ -71,19 +71,19 @@ def find_program(root: Path, name: str, search_path: str, directory: str) -> str
             if host.is_file() and os.access(host, os.X_OK):
                 return candidate
         except (InvalidInputError, OSError):
-            continue  # as a shell goes on behind a folder that it may not search
+            continue  # a shell, too, skips folders that it may not search
     return None
 
 
-class Place(Struct, frozen=True):
-    """A working directory in a root: how a command's paths are found on this host."""
+class WorkingDirectory(Struct, frozen=True):
+    """Working directory inside a root, for translating a command's paths to host paths."""
 
     root: Path
     directory: str
-    """The working directory, inside the root."""
+    """The directory's path inside the root."""
 
     def absolute(self, path: str) -> str:
-        """Return the path inside the root that `path` stands for."""
+        """Return `path` as an absolute path inside the root."""
         return os.path.join(self.directory, path)  # a path of the root, not ours
 
     def host(self, path: str) -> Path:

@@ -1,5 +1,7 @@
-"""Programs as shells, `env` and execvp(3) run them: also scripts whose first line names no
-interpreter, which the kernel refuses; and how a new interpreter finds us. Stateless; any thread.
+"""Running of programs as shells and execvp(3) do, and the environment for a new Python interpreter.
+
+Includes scripts whose first line names no interpreter, which the kernel refuses. Stateless; any
+thread.
 """
 
 import errno
@@ -12,11 +14,11 @@ from typing import NoReturn, TypedDict
 import bootseer
 from bootseer.errors import SetupFailedError
 
-_LOOK_BYTES = 256
+_PROBE_BYTES = 256
 
 
 class RunOptions(TypedDict, total=False):
-    """Options of programs that a set-up runs, as `subprocess.run` takes them."""
+    """Options of `subprocess.run` for programs that a set-up runs."""
 
     stdin: int | None
     stdout: int | None
@@ -30,9 +32,9 @@ class RunOptions(TypedDict, total=False):
 def python_environment(
     variables: Mapping[str, str | None] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """Our environment, so that a new interpreter finds this very Bootseer, wherever it runs.
+    """Return this process's environment for a new interpreter that imports this Bootseer.
 
-    `variables`: what is different there; None: what is left out.
+    `variables` are set in addition; a variable with value None is left out.
     """
     source = str(Path(bootseer.__file__).parent.parent)
     paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -41,8 +43,7 @@ def python_environment(
 
 
 def execute(command: Sequence[str]) -> NoReturn:
-    """Become this command. Raises: SetupFailedError with 127 or 126, as shells have it, where it is
-    missing or cannot be executed."""
+    """Become a command. Raises: SetupFailedError: 127 if missing, 126 if not executable."""
     try:
         _execute(command)
     except OSError as error:
@@ -63,10 +64,10 @@ def _execute(command: Sequence[str]) -> NoReturn:
 def as_script(
     error: OSError, command: Sequence[str], *, search_path: str | None = None, directory: str = ""
 ) -> list[str] | None:
-    """What to run instead of a command that failed to start with `error`, or None.
+    """Return the command that runs a script which failed to start with `error`; None if it is none.
 
-    Text without "#!" is for sh; a program of another machine is for nobody. `search_path`: as
-    PATH, else this process's; `directory`: where the command starts, else here.
+    A text file without "#!" is run by sh. `search_path` replaces PATH; the command starts in
+    `directory`, if given.
     """
     if error.errno != errno.ENOEXEC:
         return None
@@ -77,7 +78,7 @@ def as_script(
         program = shutil.which(program, path=search_path) or program
     try:
         with Path(directory, program).open("rb") as file:
-            is_text = b"\0" not in file.read(_LOOK_BYTES)
+            is_text = b"\0" not in file.read(_PROBE_BYTES)
     except OSError:
         return None
     return ["/bin/sh", program, *command[1:]] if is_text else None

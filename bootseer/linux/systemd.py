@@ -1,4 +1,4 @@
-"""Telling systemd how a service is (sd_notify(3)), where it asked to be told. Any thread."""
+"""Notification of systemd about a service's state (sd_notify(3)). Any thread."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ _log = logging.getLogger(__name__)
 
 
 def notify(state: str) -> None:
-    """Send a state such as "READY=1". Never raises."""
+    """Send a state such as "READY=1", if NOTIFY_SOCKET names a socket. Never raises."""
     name = os.environ.get("NOTIFY_SOCKET", "")
     if not name:
         return

@@ -1,1 +1,1 @@
-"""Watches starts and publishes what was noted: `collect` in training code, `publish` beside it."""
+"""Starts observed: `collect` records in training code, `publish` publishes in the attendant."""

@@ -1,1 +1,7 @@
-"""What processes that serve in the background share: their start, their sockets, their errors."""
+"""Processes that serve in the background: their start, folder, control socket, users and end.
+
+Public: `processes.start` and `processes.serve` (both sides of a process), `folders`, `life` and
+`ending` (its folder), `control` (its socket), `users` and `overlays` (mounts over its tree),
+`supervision` (replacing dead workers), `status`, `spawner`, `preload`. Imports `bootseer.base`,
+`bootseer.linux` and `bootseer.fuse.kernel`; knows no image, snapshot or checkpoint.
+"""

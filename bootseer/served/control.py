@@ -1,10 +1,10 @@
-"""Asking a server: a private stream socket in its folder.
+"""Control socket of a server: a private stream socket in the server's folder.
 
-Alone owns the exchange, both sides of it: a request is one line of JSON that names a command, its
-answer another. Only the server's own user and root are heard. `ControlServer` is one thread of the
-server's process that waits for clients, and for the other things that a server waits for: the word
-that a start is over, a time, the end of a process. Its callbacks run in that thread and must be
-quick. `ask` is the other side, for any thread.
+A request is one line of JSON that names a command; the answer is another line. Only this module
+implements both sides. The server answers only its own user and root. `ControlServer` is one thread
+of the server, which waits for clients and for the other events of a server: the message that a
+start is over, a time, the end of a process. Its callbacks run in that thread and must be quick.
+`ask` is the client's side, for any thread.
 """
 
 import contextlib
@@ -38,25 +38,26 @@ Command = Callable[[], Mapping[str, Any]]
 
 _NAME = "control"
 _CLIENT_S = 2.0
-"""A client that says nothing for so long is hung up on: it holds up the others."""
+"""Limit for a client to send its request, since one client holds up the others."""
 _REQUEST_BYTES_MAX = 4096
 _ANSWER_BYTES_MAX = 2**22
 _CREDENTIALS = struct.Struct("3i")
 
 
-class _Request(Struct, frozen=True):
+class _ControlRequest(Struct, frozen=True):
     command: str
 
 
 class ControlServer:
-    """Answers commands from `start` until closed, or until the process ends."""
+    """Thread that answers commands, from `start` until `close` or the end of the process."""
 
     def __init__(
         self, directory: Path, commands: Mapping[str, Command], ready_name: str | None = None
     ) -> None:
-        """`ready_name`: an entry of BOOTSEER_READY_SOCKETS, at which to listen for the job's word.
+        """Make the socket in the server's folder. Raises: BootseerError.
 
-        Raises: BootseerError when the socket cannot be made.
+        `ready_name` is the entry of BOOTSEER_READY_SOCKETS at which to listen for the job's
+        `ready`.
         """
         self._commands = commands
         self._selector = selectors.DefaultSelector()
@@ -82,21 +83,21 @@ class ControlServer:
         window_s: float = 0.0,
         on_window: Callable[[], None] | None = None,
     ) -> None:
-        """Begin. `on_window` is called once, after `window_s` seconds."""
+        """Begin to answer. `on_window` is called once, after `window_s` seconds."""
         self._on_ready = on_ready
         if on_window is not None:
             self._timer = (time.monotonic() + window_s, on_window)
         self._thread.start()
 
     def watch(self, process: ProcessId, on_exit: Callable[[], None]) -> None:
-        """Call `on_exit` when the process ends; before `start`, or in a callback.
+        """Call `on_exit` when the process ends. Use before `start`, or in a callback.
 
         Raises: ProcessLookupError if it has ended; OSError.
         """
         self.watch_descriptor(process.open(), on_exit)
 
     def watch_descriptor(self, fd: int, on_readable: Callable[[], None]) -> None:
-        """Call `on_readable` once, when `fd` is readable; it is closed then. Before `start`."""
+        """Call `on_readable` once, when `fd` is readable, then close `fd`. Call before `start`."""
         self._watched[fd] = on_readable
         self._selector.register(fd, selectors.EVENT_READ)
 
@@ -120,7 +121,7 @@ class ControlServer:
             if self._timer is not None and time.monotonic() >= self._timer[0]:
                 _, callback = self._timer
                 self._timer = None
-                self._call(callback)
+                self._run_callback(callback)
             for key, _ in events:
                 if key.fileobj is self._listener:
                     self._accept()
@@ -128,23 +129,23 @@ class ControlServer:
                     self._receive_ready()
                 elif key.fd in self._watched:
                     self._selector.unregister(key.fd)
-                    self._call(self._watched.pop(key.fd))
+                    self._run_callback(self._watched.pop(key.fd))
                     os.close(key.fd)
 
     @staticmethod
-    def _call(callback: Callable[[], None]) -> None:
+    def _run_callback(callback: Callable[[], None]) -> None:
         try:
             callback()
         except (BootseerError, OSError) as error:
             _log.warning("%s", error)
         except Exception:
-            # Without this thread nobody could ask anything any more, or have the mount ended.
+            # The thread must go on: without it nobody could ask, and the mount would never end.
             _log.exception("unexpected error in the control thread")
 
     def _receive_ready(self) -> None:
         assert self._ready is not None
         if self._ready.take() and self._on_ready is not None:
-            self._call(self._on_ready)
+            self._run_callback(self._on_ready)
 
     def _accept(self) -> None:
         try:
@@ -157,7 +158,7 @@ class ControlServer:
 
 @contextlib.contextmanager
 def short_address(path: Path) -> Iterator[str]:
-    """The socket's path within the 107 bytes that an address has, however deep it lies."""
+    """Give an address for the socket `path` that fits into 107 bytes, however long the path is."""
     fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{path.name}"
@@ -166,15 +167,14 @@ def short_address(path: Path) -> Iterator[str]:
 
 
 def is_trusted_peer(connection: socket.socket) -> bool:
-    """Whether the process at the other end is this user's or root's. Raises: OSError."""
+    """Return whether the process at the other end is this user's or root's. Raises: OSError."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     return uid in (0, os.geteuid())
 
 
 def listen(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
-    """A listener at `path`, in place of one that a killed predecessor left, which only this user
-    and root can reach. Raises: OSError."""
+    """Return a private listener at `path`; replace an old socket. Raises: OSError."""
     listener = socket.socket(socket.AF_UNIX, kind)
     try:
         path.unlink(missing_ok=True)
@@ -189,7 +189,6 @@ def listen(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.s
 
 
 def _answer_client(client: socket.socket, commands: Mapping[str, Command]) -> None:
-    """Read one request, carry it out, answer, and hang up. Never raises."""
     with client:
         try:
             client.settimeout(_CLIENT_S)
@@ -219,7 +218,7 @@ def _answer(client: socket.socket, commands: Mapping[str, Command]) -> Mapping[s
             break
         line += part
     try:
-        command = commands[from_line(line, _Request).command]
+        command = commands[from_line(line, _ControlRequest).command]
     except (CorruptError, KeyError):
         return {"error": "unknown command"}
     try:
@@ -229,8 +228,8 @@ def _answer(client: socket.socket, commands: Mapping[str, Command]) -> Mapping[s
 
 
 def ask(directory: Path, command: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
-    """The answer of the server whose folder this is. Raises: UnavailableError, DeadlineError."""
-    whom = f"the server of the mount {directory.name}"
+    """Return a server's answer to a command. Raises: UnavailableError, DeadlineError."""
+    server = f"the server of the mount {directory.name}"
     answer = b""
     try:
         with (
@@ -239,7 +238,7 @@ def ask(directory: Path, command: str, *, timeout_s: float = 5.0) -> dict[str, A
         ):
             connection.settimeout(timeout_s)
             connection.connect(short)
-            connection.sendall(to_line(_Request(command)).encode() + b"\n")
+            connection.sendall(to_line(_ControlRequest(command)).encode() + b"\n")
             while not answer.endswith(b"\n") and len(answer) < _ANSWER_BYTES_MAX:
                 part = connection.recv(65536)
                 if not part:
@@ -247,9 +246,9 @@ def ask(directory: Path, command: str, *, timeout_s: float = 5.0) -> dict[str, A
                 answer += part
         document = from_line(answer, dict[str, Any])
     except TimeoutError as error:
-        raise DeadlineError(f"{whom} did not answer in {timeout_s:g} s") from error
+        raise DeadlineError(f"{server} did not answer in {timeout_s:g} s") from error
     except (OSError, CorruptError) as error:
-        raise UnavailableError(f"{whom} does not answer: {error}") from error
+        raise UnavailableError(f"{server} does not answer: {error}") from error
     if "error" in document:
-        raise UnavailableError(f"{whom} says: {document['error']}")
+        raise UnavailableError(f"{server} says: {document['error']}")
     return document

@@ -1,13 +1,12 @@
-"""Files with figures in `metrics_dir`: one per running mount or start, replaced while it lives,
-kept a while.
+"""Metrics files in `metrics_dir`: one per running mount or start, for node-exporter.
 
-Alone owns the names `bootseer-*` there. Writers of one identity (mounts of one image and workload,
-starts of one job) that run at once are told apart by a slot: the lowest number that none of them
-has, so that the next one goes on with the series of the last one. A lock beside the file says that
-its slot is in use. A launch may be over before it was scraped: its file stays until the slot is
-used again, or for an hour. Unlike everything else of ours, these files are for all users: they hold
-names and numbers. The folder may be another user's: no link in it is followed. Thread-safe; several
-processes at once do no harm.
+Only this module writes files named `bootseer-*` there. Several writers of one identity (mounts of
+one image and workload, starts of one job) at the same time get different slots. A writer takes the
+lowest free slot, so that the next writer continues the series of the last one. A lock beside the
+file marks a used slot. A file stays until its slot is used again, or for an hour, since a short
+launch may end before it was scraped. Unlike other files of Bootseer these are readable for all
+users; they hold names and numbers. The folder may be another user's, so no link in it is followed.
+Thread-safe; several processes may use it at once.
 """
 
 import contextlib
@@ -34,61 +33,63 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def file_name(kind: str, *identity: str) -> str:
-    """What the files of one identity are called. `kind`: "image", "start" or "checkpoint"."""
+    """Return the name of the files of one identity. `kind` is "image", "start" or "checkpoint"."""
     digest = hashlib.sha256("\0".join(identity).encode("utf-8", "surrogateescape"))
     return f"bootseer-{kind}-{digest.hexdigest()[:16]}"
 
 
 class FiguresFile(Closing):
-    """One writer's file. It has its slot until it is closed, or its process ends."""
+    """Metrics file of one writer. Has its slot until it is closed, or the process ends."""
 
     def __init__(self, metrics_dir: Path) -> None:
-        """Nothing is written yet, but what older writers left is removed."""
+        """Remove the files of old writers; write nothing yet."""
         self._directory = metrics_dir
         self._folder = self._lock = -1
         self._slot = 0
-        self._turn = threading.Lock()
+        self._thread_lock = threading.Lock()
         self._has_failed = False
         with contextlib.suppress(OSError):
             _remove_old(metrics_dir)
 
     def write(self, name: str, render: Callable[[int], str]) -> None:
-        """Replace the file at once by what `render` makes for its slot. `name`: as `file_name` has
-        it, always the same. Never raises: one warning when it cannot be written."""
+        """Replace the file's contents by what `render` returns for the slot.
+
+        `name` is always the same `file_name`. Never raises: the first failure is one warning.
+        """
         try:
-            with self._turn:
-                self._take(name)
+            with self._thread_lock:
+                self._reserve(name)
                 self._replace(f"{name}-{self._slot}", render(self._slot).encode())
         except OSError as error:
-            self._say(error)
+            self._warn(error)
         except Exception:
-            # The next round may be well; the thread that writes them must live for it.
+            # A bug here must not end the thread; the next round may succeed.
             if not self._has_failed:
                 self._has_failed = True
                 _log.exception("unexpected error in the figures for %s", self._directory)
 
-    def take(self, name: str) -> None:
-        """Have a slot already, for copies of this process that will write. Never raises."""
+    def reserve(self, name: str) -> None:
+        """Take a slot now, for copies of this process that will write. Never raises."""
         try:
-            with self._turn:
-                self._take(name)
+            with self._thread_lock:
+                self._reserve(name)
         except OSError as error:
-            self._say(error)
+            self._warn(error)
 
-    def _take(self, name: str) -> None:
+    def _reserve(self, name: str) -> None:
         if self._folder < 0:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._folder = os.open(self._directory, _FOLDER)
         if self._lock < 0:
             self._slot, self._lock = _free_slot(self._folder, name)
 
-    def _say(self, error: OSError) -> None:
+    def _warn(self, error: OSError) -> None:
         if not self._has_failed:
             self._has_failed = True
             _log.warning("cannot write figures to %s: %s", self._directory, error)
 
     def close(self) -> None:
-        """Let another mount have the slot; the file stays. Idempotent."""
+        """Free the slot for another writer; the file stays. Idempotent."""
         for fd in (self._folder, self._lock):
             if fd >= 0:
                 os.close(fd)
@@ -101,16 +102,16 @@ class FiguresFile(Closing):
             os.unlink(temporary, dir_fd=self._folder)
         with os.fdopen(os.open(temporary, _CREATE, 0o600, dir_fd=self._folder), "wb") as file:
             file.write(data)
-            # Whatever the umask: node-exporter is another user.
+            # Readable whatever the umask, since node-exporter is another user.
             os.fchmod(file.fileno(), 0o644)
         os.rename(temporary, f"{name}.prom", src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
 
 def _free_slot(folder: int, name: str) -> tuple[int, int]:
-    """The lowest slot that no process has, and the descriptor that holds it. Raises: OSError."""
+    """Return the lowest free slot, and the descriptor of its lock. Raises: OSError."""
     for slot in range(_SLOTS_MAX):
         with contextlib.suppress(PermissionError, TimeoutError):
-            # Of another user, or in use.
+            # On to the next slot if it belongs to another user or is in use.
             return slot, lock_file(Path(f"{name}-{slot}{_LOCK}"), 0, folder=folder)
     raise BlockingIOError(None, "too many of one kind at once")
 

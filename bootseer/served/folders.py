@@ -1,8 +1,8 @@
-"""What is served on this node: one folder for each under `run_dir/mounts`, while its server lives.
+"""Folder of each server on this node, under `run_dir/mounts`, which exists while the server lives.
 
-Alone owns that folder's layout: `state.json` (who, what, where), `control` (the server's socket),
-and `lock`, held for as long as a process of the server lives. A folder whose lock is free belongs
-to a server that died; `ending` removes it. Edge module; any thread.
+Only this module defines its layout: `state.json` (a `MountState`), `control` (the server's socket),
+and `lock`, which a process of the server holds as long as it lives. A folder whose lock is free
+belongs to a dead server; `ending` removes it. Edge module; any thread.
 """
 
 import contextlib
@@ -25,62 +25,61 @@ from bootseer.linux.processes import ProcessId
 from bootseer.linux.removal import remove_tree
 
 CHECKPOINT = "checkpoint"
-"""The purpose of a mounted checkpoint folder."""
+"""Purpose of a mounted checkpoint folder."""
 RUN = "run"
-"""The purpose of a tree that containers have their roots over."""
+"""Purpose of a tree that is the lower directory of containers' roots."""
 PUBLISH = "publish"
-"""The purpose of a process that publishes what a start leaves behind."""
+"""Purpose of a process that publishes what a start has recorded."""
 ATTENDING = "attendant"
-"""The purpose of the process beside a start, for which what the job has used may stay after it."""
+"""Purpose of a start's attendant, for which mounts may stay after the job."""
 LINK = "link"
-"""The purpose of an overlay over an extracted tree, or over what a job's own view shows."""
+"""Purpose of an overlay over an extracted tree, or inside a job's own view."""
 VOLUME = "volume"
-"""The purpose of a tree that volumes of pods show."""
+"""Purpose of a tree that volumes of pods show."""
 
 _STATE = "state.json"
-# A look at a lock holds it for as long as one system call.
-_LOOK_MAX_S = 2.0
+# `is_alive` holds a lock for the time of one system call.
+_PROBE_MAX_S = 2.0
 
 
 class MountState(Struct, frozen=True):
-    """What one server serves, as `state.json` has it."""
+    """Contents of `state.json`: the description of one server's mount."""
 
     id: str
     reference: str
-    """What is served, for people: an image, an environment, a storage's public URL."""
+    """Name of what is served, for people: an image, an environment, a storage's public URL."""
     index_digest: str
     workload: str
     directory: str
-    """Where it is mounted."""
+    """Mount point."""
     pid: int
-    """The process id of the server; of the supervisor, where there is one."""
+    """Process id of the server; of the supervisor, if there is one."""
     started_ns: int
     purpose: str
-    """The kind of thing that is served: "mount" (an image), "environment", "containerd" (an image
-    for it), and those above."""
+    """"mount" (an image), "environment", "containerd" (an image), or a constant above."""
     scratch: str = ""
-    """A folder of the run's own, removed with it."""
+    """Folder that is removed with the mount."""
     pid_started: str = ""
-    """When that process started (`processes.start_time`): with its id it names it for sure."""
+    """Start time of the process `pid` (`processes.start_time`), which identifies it for sure."""
     mount_namespace: str = ""
-    """The mount namespace in which that process has mounted (`namespaces.mount_namespace`)."""
+    """Mount namespace in which the server has mounted (`namespaces.mount_namespace`)."""
     worker_pid: int = 0
-    """The process that answers for a checkpoint folder. `pid` holds the mount, and replaces it."""
+    """Process that serves a checkpoint folder; the process `pid` replaces it."""
     worker_started: str = ""
     user: ProcessId | None = None
-    """The process that it is served for, and goes with."""
+    """Process that the mount is for, and ends with."""
     root_was_made: bool = False
-    """The checkpoint folder was not there: a misspelt URL gives an empty mount."""
+    """Whether the remote folder was created: a misspelt URL gives an empty mount."""
     fingerprint: str = ""
-    """Of all that decides how it is served: what lingers is for a start that asks for the same."""
+    """Digest of how it is served; a start takes over a lingering mount only if equal."""
     until_ns: int = 0
-    """When what lingers goes; 0: its job still runs."""
+    """Time when a lingering mount ends; 0: its job still runs."""
     owner: tuple[int, int] | None = None
-    """The user and group as whose everything is shown."""
+    """User and group that all files are shown to belong to."""
     device_minor: int = 0
-    """The number of the mount's FUSE connection; 0: none, or not known yet."""
+    """Number of the mount's FUSE connection; 0: none, or not known yet."""
     unwritten: tuple[str, ...] = ()
-    """Files that were being written when the mount ended; nothing of them is kept."""
+    """Files that were being written when the mount ended, and are lost."""
 
     @property
     def process(self) -> ProcessId:
@@ -89,7 +88,7 @@ class MountState(Struct, frozen=True):
 
     @property
     def processes(self) -> tuple[ProcessId, ProcessId]:
-        """The server's process, and its worker."""
+        """The server's process and its worker."""
         return self.process, ProcessId(self.worker_pid, self.worker_started)
 
 
@@ -97,30 +96,27 @@ _STATE_FORM: DocumentFormat[MountState] = DocumentFormat(type=MountState, size_m
 
 
 def new_identity() -> str:
-    """A new identity for a mount that is about to be made."""
+    """Return a new random identity for a mount."""
     return os.urandom(8).hex()
 
 
 def mounts_dir(run_dir: Path) -> Path:
-    """Where the servers' folders are."""
+    """Return the parent of the servers' folders."""
     return run_dir / "mounts"
 
 
 def starts_dir(run_dir: Path) -> Path:
-    """Where the folders of the node's starts are, each with its attendant's lock and state."""
+    """Return the parent of the starts' folders, each with its attendant's lock and state."""
     return run_dir / "starts"
 
 
 def log_path(run_dir: Path, identity: str) -> Path:
-    """The log of a server and of what it starts."""
+    """Return the path of the log of a server and its workers."""
     return run_dir / "logs" / f"{identity}.log"
 
 
 def new_mount_dir(run_dir: Path, identity: str | None = None) -> Path:
-    """A new folder for a server; its name is the mount's identity, by default a new one.
-
-    Raises: BootseerError.
-    """
+    """Make a folder for a server, named by the mount's identity. Raises: BootseerError."""
     return private_directory(mounts_dir(run_dir) / (identity or new_identity()))
 
 
@@ -130,10 +126,7 @@ def new_mount_dir(run_dir: Path, identity: str | None = None) -> Path:
 def take_lock(
     directory: Path, timeout_s: float = 0.0, *, create: bool = True, name: str = "lock"
 ) -> int:
-    """A lock of a folder, as a descriptor that holds it until closed in every process.
-
-    Raises: TimeoutError when another process has it; OSError.
-    """
+    """Return a descriptor that holds a folder's lock. Raises: TimeoutError; OSError."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     fd = os.open(directory / name, flags, 0o600)
     try:
@@ -145,15 +138,14 @@ def take_lock(
 
 
 def lock_new(directory: Path) -> int:
-    """The lock of a folder that no other server may hold, as `take_lock`; a process that looks
-    whether one does (`is_alive`) holds it for a moment. Raises: OSError."""
-    return take_lock(directory, _LOOK_MAX_S)
+    """Lock a folder without a server, after an `is_alive` that holds it. Raises: OSError."""
+    return take_lock(directory, _PROBE_MAX_S)
 
 
 def is_alive(directory: Path) -> bool:
-    """Whether a process holds the folder's lock: its server lives."""
+    """Return whether a process holds the folder's lock, so that the folder's server lives."""
     try:
-        # Without making one: its holder may be removing the folder this moment.
+        # Do not create the lock file: the holder may be removing the folder at this moment.
         os.close(take_lock(directory, create=False))
     except TimeoutError:
         return True
@@ -163,7 +155,7 @@ def is_alive(directory: Path) -> bool:
 
 
 def wait_released(directory: Path, timeout_s: float) -> bool:
-    """Wait until the folder's holder is gone; False when it is not in time."""
+    """Wait until the folder's lock is free. Return False if it is not within `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while directory.exists() and is_alive(directory):
         if time.monotonic() > deadline_s:
@@ -176,7 +168,7 @@ def wait_released(directory: Path, timeout_s: float) -> bool:
 
 
 def write_state(directory: Path, state: MountState) -> None:
-    """Write the state of a server in one step. Raises: BootseerError."""
+    """Replace the state of a server in one step. Raises: BootseerError."""
     try:
         write_private_file(directory / _STATE, _STATE_FORM.encode(state))
     except OSError as error:
@@ -184,26 +176,26 @@ def write_state(directory: Path, state: MountState) -> None:
 
 
 def read_state(directory: Path) -> MountState | None:
-    """None where there is none, none that can be read, or another user's: not to be acted upon."""
+    """Return the state of a server; None if it is missing, cannot be read, or is another user's."""
     return read_private_file(directory / _STATE, _STATE_FORM)
 
 
 def live_mounts(run_dir: Path) -> Iterator[tuple[Path, MountState]]:
-    """Each folder whose server lives, the oldest first."""
-    yield from _known(mounts_dir(run_dir), alive=True)
+    """Yield the folder and state of each living server, the oldest first."""
+    yield from _servers(mounts_dir(run_dir), alive=True)
 
 
 def attendants(run_dir: Path) -> Iterator[tuple[Path, MountState]]:
-    """The folder and state of each start whose attendant lives, the oldest first."""
-    yield from _known(starts_dir(run_dir), alive=True)
+    """Yield the folder and state of each start whose attendant lives, the oldest first."""
+    yield from _servers(starts_dir(run_dir), alive=True)
 
 
 def dead_mounts(run_dir: Path) -> Iterator[tuple[Path, MountState]]:
-    """Each folder whose server died and that no other one has swept yet, the oldest first."""
-    yield from _known(mounts_dir(run_dir), alive=False)
+    """Yield the folder and state of each dead server that was not swept yet, the oldest first."""
+    yield from _servers(mounts_dir(run_dir), alive=False)
 
 
-def _known(parent: Path, *, alive: bool) -> list[tuple[Path, MountState]]:
+def _servers(parent: Path, *, alive: bool) -> list[tuple[Path, MountState]]:
     found = []
     with contextlib.suppress(FileNotFoundError):
         for directory in parent.iterdir():
@@ -219,8 +211,7 @@ def _known(parent: Path, *, alive: bool) -> list[tuple[Path, MountState]]:
 def remove_mount_dir(directory: Path) -> None:
     """Remove a server's folder, as the holder of its lock. Never raises.
 
-    The lock goes last: a process that waits for the end (`wait_released`) then finds no half of a
-    folder.
+    The lock is removed last, so that `wait_released` returns when all is gone.
     """
     with contextlib.suppress(OSError):
         empty_mount_dir(directory)
@@ -229,7 +220,7 @@ def remove_mount_dir(directory: Path) -> None:
 
 
 def empty_mount_dir(directory: Path, *kept: str) -> None:
-    """Remove what is in a server's folder but the lock and `kept`. Raises: OSError."""
+    """Remove the contents of a server's folder except the lock and `kept`. Raises: OSError."""
     for path in directory.iterdir():
         if path.name not in ("lock", *kept):
             with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""A server's life in its folder: from the lock to the folder's removal.
+"""Life of a server in its folder, from the locking to the removal of the folder.
 
-Light: the code of a server loads beside whatever a start has to do. One thread per process.
+Imports little, since a server's code is loaded while a start waits. One thread per process.
 """
 
 import contextlib
@@ -18,31 +18,30 @@ if TYPE_CHECKING:
     from bootseer.served.folders import MountState
 
 
-class Life(Struct, frozen=True):
-    """What a server that lives knows of itself."""
+class HeldFolder(Struct, frozen=True):
+    """The state of a living server, and the lock of its folder."""
 
     state: "MountState"
     lock: int
-    """The descriptor that holds its folder's lock."""
+    """Descriptor that holds the lock."""
 
 
 @contextlib.contextmanager
-def living(
+def hold_folder(
     directory: Path, state: "MountState", lock: int | None = None, *, sweeps: bool = True
-) -> Iterator["Life"]:
-    """While a server, this process, lives: its folder says `state`, and the folder's lock is held.
-    `lock`, where this process has taken the server's life over from another one.
+) -> Iterator["HeldFolder"]:
+    """Hold the folder of a server, this process: lock it and write `state` to it.
 
-    What dead servers left is removed at the beginning, unless the caller `sweeps` itself; at the
-    end this one's overlays, what was
-    written to them, and its folder, but for the state where that says what was lost.
-    Raises: BootseerError.
+    At the begin, what dead servers left is removed, unless the caller `sweeps` itself. At the end,
+    this server's overlays, its scratch folder and the folder are removed; the state stays if it
+    says what was lost. `lock` is the descriptor of a server that this process replaces. Raises:
+    BootseerError.
     """
-    # Here: a process that waits for its plan needs none of it.
+    # Imported here, since a process that waits for its plan does not need them.
     from bootseer.linux.namespaces import mount_namespace
     from bootseer.linux.processes import start_time
     from bootseer.served import ending, folders
-    from bootseer.served.covers import uncover_all
+    from bootseer.served.overlays import unmount_overlays
 
     is_new = lock is None
     try:
@@ -60,9 +59,9 @@ def living(
                 mount_namespace=mount_namespace(),
             )
             folders.write_state(directory, state)
-        yield Life(state, lock)
+        yield HeldFolder(state, lock)
     finally:
-        uncover_all(state.id)
+        unmount_overlays(state.id)
         if state.scratch:
             ending.remove_scratch(Path(state.scratch))
         last = folders.read_state(directory)
@@ -70,6 +69,6 @@ def living(
             with contextlib.suppress(OSError):
                 folders.empty_mount_dir(directory, "state.json")
         else:
-            # The folder last: it is what says that the mount is not quite gone.
+            # The folder last: as long as it exists, the mount has not ended completely.
             folders.remove_mount_dir(directory)
         os.close(lock)

@@ -1,17 +1,18 @@
-"""One way to begin a process of ours, tell it what to do, and hear from it once.
+"""Starting of a background process, its instructions, and its one answer.
 
-`start` begins a process of a role as soon as it is clear that there will be one; it loads its code
-beside whatever else its caller has to do. `Process.tell` hands it its plan, a line on its standard
-input and never on a command line: it may hold credentials. The process (`serve`) goes on as a child
-of init, since its caller may become another program, and says "ready" or why not (`Report`).
+`start` begins a process of a `Role` as soon as it is clear that there will be one; the process
+loads its code while its caller works. `Process.tell` sends the plan as one line on the process's
+standard input, never on a command line, since it may hold credentials. The process (`serve`)
+becomes a child of init, since its caller may become another program, and reports "ready" or an
+error (`Report`).
 
-A process begins in one of three ways, in each with the plan as descriptor 0, its log as 1 and 2,
-the report as 3, nothing else of ours, and a session of its own: by the spawner, where
-BOOTSEER_SPAWNER names one; as a copy of this process, if the caller allows that and this process
-has one thread (an interpreter would load once more what this one has: half of what a server takes
-until it can serve); else as a new interpreter.
+A process begins in one of three ways: by the spawner, if BOOTSEER_SPAWNER names one; as a forked
+copy of this process, if the caller allows it and this process has one thread (an interpreter would
+load again what this process has: half of a server's time to start); else as a new interpreter. In
+each case descriptor 0 is the plan, 1 and 2 the log, 3 the report; it has no other descriptor of
+ours, and a session of its own.
 
-Light, since the program that starts a process waits for what is loaded here. One thread for each
+Imports little, since the program that starts a process waits for this module. One thread for each
 object.
 """
 
@@ -58,24 +59,24 @@ from bootseer.served.folders import log_path, new_identity
 _log = logging.getLogger(__name__)
 
 SPAWNER = "BOOTSEER_SPAWNER"
-"""The variable that names the socket of the process that starts servers in this one's place."""
+"""Variable that names the socket of the process that starts servers for this one."""
 START_S = 30.0
 _REPORT = 3
 _REPORT_BYTES_MAX = 1 << 16
 _LOG_TAIL_BYTES = 2000
 _FAILED = 70  # EX_SOFTWARE of sysexits.h
-# Of /proc/self/stat, behind the name: arg_start and arg_end of proc_pid_stat(5).
+# Fields arg_start and arg_end of /proc/self/stat, counted after the name (proc_pid_stat(5)).
 _ARGUMENTS = slice(45, 47)
 _DEVICE = "/dev/fuse"
 
 
 class Role(NamedTuple):
-    """A kind of process of ours."""
+    """Kind of background process."""
 
     module: str
-    """Its `main` calls `serve`."""
+    """Module whose `main` calls `serve`."""
     title: str
-    """For people, in messages."""
+    """Name for people, in messages."""
 
 
 TREE = Role("bootseer.prefetch.serve.server", "the image's server")
@@ -90,38 +91,36 @@ ROLES = {
     role.module: role
     for role in (TREE, CHECKPOINTS, JOB_MOUNT, HOLDER, PUBLISHER, WARMER, ATTENDANT, FANOUT)
 }
-"""All roles, by module: a spawner starts nothing else."""
+"""All roles, by module: a spawner starts no other module."""
 
 
 class Ready(Struct, frozen=True):
-    """Answer of a process that does what it was told, and has no more to say."""
+    """Answer of a process that is ready and has no more to say."""
 
 
 T = TypeVar("T", bound=Struct)
 
 
-class _Message(Struct, frozen=True):
-    """What a process says to the process that started it."""
+class _ReportMessage(Struct, frozen=True):
+    """Answer or error that a process reports to the process that started it."""
 
     answer: dict[str, Any] | None = None
     failure: ErrorDocument | None = None
 
 
 class Carrier(Protocol):
-    """The process that was begun, which ends once it has been told what to do: its child serves."""
+    """Process that was begun; it ends after it has its plan, when its child serves."""
 
     pid: int
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end, and reap it. Return whether it has ended. Idempotent."""
+        """Wait for the end of the process, and reap it. Return whether it has ended. Idempotent."""
 
     def end(self) -> None:
-        """Kill it if it lives, and reap it. Idempotent."""
+        """Kill the process if it lives, and reap it. Idempotent."""
 
 
 class _Child:
-    """A process that this one has begun itself."""
-
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._is_reaped = False
@@ -140,15 +139,15 @@ class _Child:
 
 
 class Process:
-    """A process that waits to be told what to do. A `with` block ends it unless it was told."""
+    """A background process, from its begin to its answer. `with` ends one without a plan."""
 
     def __init__(
         self, role: Role, carrier: Carrier, plan: int, report: int, identity: str, log: Path
     ) -> None:
         self.identity = identity
-        """The identity of the service that it will be, and the name of its log."""
+        """Identity of the service that the process will be, and name of its log."""
         self.log = log
-        """Where its last words are looked for."""
+        """Log of the process."""
         self._title = role.title
         self._carrier = carrier
         self._plan = plan
@@ -156,14 +155,14 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """The process that was begun: it leads the group of all that it becomes."""
+        """Process that was begun; leader of the process group of everything it becomes."""
         return self._carrier.pid
 
     def tell(self, plan: Struct) -> None:
-        """Hand it its plan, once. It prepares what it can until `go`. Then `wait` or `leave`."""
+        """Send the plan, once. Then call `wait` or `leave`."""
         try:
             data = memoryview(f"{to_line(plan)}\n".encode())
-            # Its report, or the lack of one, tells more than the broken pipe.
+            # A broken pipe means that the process has ended: its report will say why.
             with contextlib.suppress(BrokenPipeError):
                 while data:
                     data = data[os.write(self._plan, data) :]
@@ -172,37 +171,37 @@ class Process:
             raise
 
     def go(self) -> None:
-        """Let it begin: what its plan names is there. Idempotent."""
+        """Tell the process to begin: everything that the plan names exists now. Idempotent."""
         plan, self._plan = self._plan, -1
         if plan >= 0:
             os.close(plan)
 
     def is_answered(self) -> bool:
-        """Return whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return or raise at once."""
         return self._report < 0 or bool(wait_readable([self._report], 0))
 
     def wait(self, timeout_s: float = START_S, answer: type[T] = Ready) -> T:  # type: ignore[assignment]
-        """Let it begin, once it was told, and return its answer: it serves, as a child of init.
+        """Tell the process to begin, and return its answer. The process goes on as a child of init.
 
-        Raises: what it reported instead; UnavailableError when it ended without a word;
+        Raises: the error that it reported; UnavailableError if it ended without a report;
         DeadlineError.
         """
         self.go()
         try:
-            # Several processes may report one failure: the first is nearest to the cause.
+            # Several processes may report one failure; the first report is nearest to the cause.
             line = self._read(timeout_s).partition(b"\n")[0]
         finally:
-            # What was begun has ended by now, as it should: its child serves.
+            # The process that was begun has ended by now, and its child serves.
             self.abandon()
-        message = from_line(line, _Message) if line else _Message()
+        message = from_line(line, _ReportMessage) if line else _ReportMessage()
         if message.failure is not None:
             raise decode_error(message.failure)
         if message.answer is None:
-            raise UnavailableError(f"{self._title} ended before it was ready: {self._last_words()}")
+            raise UnavailableError(f"{self._title} ended before it was ready: {self._log_tail()}")
         return from_builtins(message.answer, answer)
 
     def leave(self, timeout_s: float = START_S) -> None:
-        """Let it begin, once it was told, and wait for nothing but that it is nobody's child."""
+        """Tell the process to begin; wait only until it is a child of init."""
         self.go()
         self._carrier.wait(timeout_s)
         self.abandon()
@@ -218,12 +217,12 @@ class Process:
                 )
             piece = os.read(self._report, _REPORT_BYTES_MAX)
             if not piece:
-                # Killed in the middle of a line: it has said nothing.
+                # The process was killed in the middle of a line, which does not count.
                 return b""
             data += piece
         return data
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         try:
             with self.log.open("rb") as file:
                 file.seek(max(os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES, 0))
@@ -233,10 +232,7 @@ class Process:
         return f"{self.log}: {tail}" if tail else f"see {self.log}"
 
     def abandon(self) -> None:
-        """End the process that was begun, if it lives, and hear of it no more. Idempotent.
-
-        What it has become by being told goes on.
-        """
+        """End the process if it has no plan yet; ignore its answer. Idempotent."""
         report, self._report = self._report, -1
         if report >= 0:
             os.close(report)
@@ -244,7 +240,7 @@ class Process:
             self.go()
 
     def kill(self) -> None:
-        """Kill all that it has become: its process group. Idempotent."""
+        """Kill everything that the process has become: its process group. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.abandon()
@@ -269,18 +265,14 @@ def start(
     copy: bool = False,
     variables: Mapping[str, str | None] = MappingProxyType({}),
 ) -> Process:
-    """Begin a process of ours, which waits for its plan. It ends when it gets none because this
-    process has ended.
+    """Begin a background process, which waits for its plan. Raises: BootseerError.
 
     Args:
-        role: What it is.
-        run_dir: Where its log is.
-        identity: The name of its log; by default a new one.
-        copy: Whether it may be a copy of this process: a program of ours, at its beginning. A
-            library must not copy the process that uses it.
-        variables: What its environment has beside ours, such as credentials; None: what it lacks.
-
-    Raises: BootseerError; no process is left then.
+        role: Kind of process.
+        run_dir: Folder of its log.
+        identity: Name of its log; by default a new one.
+        copy: Whether it may be a forked copy of this process. A library must not allow that.
+        variables: Additional variables, such as credentials; None: without the variable.
     """
     identity = identity or new_identity()
     log = log_path(run_dir, identity)
@@ -310,7 +302,7 @@ def _begin(
 ) -> Carrier:
     environment = python_environment(variables)
     if address := os.environ.get(SPAWNER):
-        # Here: no start of a job has one.
+        # Imported here, since most nodes have no spawner.
         from bootseer.served.spawner import ask_spawner
 
         spawned = ask_spawner(Path(address), role, environment, files)
@@ -322,15 +314,14 @@ def _begin(
 
 
 def spawn(role: Role, files: Sequence[int], environment: Mapping[str, str]) -> int:
-    """Start an interpreter for a role, with these descriptors as 0 to 3; its id. Raises: OSError,
-    ValueError."""
+    """Start an interpreter with descriptors 0 to 3; return its pid. Raises: OSError, ValueError."""
     with contextlib.ExitStack() as stack:
-        moved = _out_of_the_way(files)
+        moved = _duplicated(files)
         for descriptor in moved:
             stack.callback(os.close, descriptor)
         return os.posix_spawn(
             sys.executable,
-            # What lies in the folder where this process is, is none of ours.
+            # -P: do not import modules from the current directory.
             [sys.executable, "-P", "-m", role.module],
             environment,
             file_actions=[(os.POSIX_SPAWN_DUP2, one, number) for number, one in enumerate(moved)],
@@ -339,13 +330,13 @@ def spawn(role: Role, files: Sequence[int], environment: Mapping[str, str]) -> i
         )
 
 
-def _out_of_the_way(files: Sequence[int]) -> list[int]:
-    """Return copies of the descriptors with numbers that a new process's own do not have."""
+def _duplicated(files: Sequence[int]) -> list[int]:
+    """Return copies of the descriptors with numbers above those that the new process uses."""
     return [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _REPORT + 1) for one in files]
 
 
 def may_mount() -> bool:
-    """Return whether this process can mount anything by itself."""
+    """Return whether this process can mount by itself, without a helper."""
     return os.geteuid() == 0 and os.access(_DEVICE, os.R_OK | os.W_OK)
 
 
@@ -362,22 +353,22 @@ def _fork(role: Role, files: Sequence[int], environment: Mapping[str, str]) -> i
 
 
 def _become(role: Role, files: Sequence[int], environment: Mapping[str, str]) -> NoReturn:
-    """Go on as if this process had been started as `python -m MODULE`."""
+    """Go on as if this process had been started by `python -m MODULE`."""
     code = _FAILED
     try:
         os.setsid()
         os.chdir("/")
-        for number, descriptor in enumerate(_out_of_the_way(files)):
+        for number, descriptor in enumerate(_duplicated(files)):
             os.dup2(descriptor, number)
         close_descriptors(_REPORT)
-        _forget_handlers()
+        _reset_handlers()
         os.environ.clear()
         os.environ.update(environment)
         WAIT_BUDGET.limit(math.inf)
         try:
-            _show_as(["python", "-m", role.module])
+            _set_command_line(["python", "-m", role.module])
         except OSError:
-            # A tool that ends processes by their command line would take it for ours.
+            # Else a tool that ends processes by their command line would take it for its parent.
             os.execve(sys.executable, [sys.executable, "-P", "-m", role.module], environment)
         sys.stdin, sys.stdout, sys.stderr = (
             open(number, mode, closefd=False)  # noqa: SIM115
@@ -398,8 +389,7 @@ def _become(role: Role, files: Sequence[int], environment: Mapping[str, str]) ->
         os._exit(code)
 
 
-def _forget_handlers() -> None:
-    """Set the handlers of signals and of logs to those of a new interpreter."""
+def _reset_handlers() -> None:
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             is_interrupt = number == signal.SIGINT
@@ -409,8 +399,8 @@ def _forget_handlers() -> None:
         logging.root.removeHandler(handler)
 
 
-def _show_as(command: Sequence[str]) -> None:
-    """Have `ps` show this command. Raises: OSError where the kernel does not let us."""
+def _set_command_line(command: Sequence[str]) -> None:
+    """Change the command line that `ps` shows. Raises: OSError if the kernel does not allow it."""
     fields = stat_fields("self")
     start, end = (int(field) for field in fields[_ARGUMENTS])
     if start == 0:
@@ -431,11 +421,11 @@ def serve(
     work: Callable[[bytes, "Report"], object],
     load: Callable[[], object] = lambda: None,
 ) -> int:
-    """Wait for the plan, a line on standard input, and carry it out as a child of init: the job
-    that replaces the program that started us must not find a child that it never made.
+    """Wait for the plan on standard input; carry it out as a child of init; return the exit code.
 
-    `load` brings what is needed, before the plan is there. What follows the line in the input, if
-    anything does, is for `work`. Returns the exit code: 0 at its end.
+    A child of init, since the job that replaces the program that started this process must not find
+    a child that it never made. `work` gets the plan, one line, and the report; `load` imports what
+    is needed, before the plan arrives.
     """
     os.chdir("/")
     os.set_inheritable(_REPORT, False)
@@ -443,7 +433,7 @@ def serve(
     load()
     line = sys.stdin.buffer.readline()
     if not line:
-        # The process that began us needs no server, or has ended.
+        # The process that started this one has ended, or does not need it.
         return 0
     if os.fork():
         os._exit(0)
@@ -463,31 +453,28 @@ def serve(
 
 
 class Report:
-    """One message to the process that started this one; later ones go nowhere. A fork has a
-    copy of its own."""
+    """The one message to the process that started this one. A forked copy has its own."""
 
     def __init__(self, role: Role) -> None:
         self._fd = _REPORT
         self._title = role.title
         if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
-            # Ignored by the process that started us. A server that does so cannot be told to end.
+            # Inherited from the starting process. A server must end by SIGTERM.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def fileno(self) -> int:
-        """The end of a pipe, which poll(2) reports once nobody can read the message any more; -1
-        when it was sent."""
+        """Return the pipe's end, whose poll(2) reports a closed reader; -1 after sending."""
         return self._fd
 
     def ready(self, answer: Struct = Ready()) -> bool:  # noqa: B008  (frozen)
-        """Say that what was told is done, or goes on. Return False when who started us is gone, or
-        has been told something before."""
-        return self._send(_Message(answer=to_builtins(answer)))
+        """Report success. Return False if the reader has gone, or if there was a message before."""
+        return self._send(_ReportMessage(answer=to_builtins(answer)))
 
     def failed(self, error: BaseException) -> None:
-        """Have the other side raise the same. Never raises."""
-        self._send(_Message(failure=encode_error(error, self._title)))
+        """Report an error, which the other side raises. Never raises."""
+        self._send(_ReportMessage(failure=encode_error(error, self._title)))
 
-    def _send(self, message: _Message) -> bool:
+    def _send(self, message: _ReportMessage) -> bool:
         if self._fd < 0:
             return False
         try:
@@ -499,7 +486,7 @@ class Report:
         return True
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the report without a message. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -1,9 +1,9 @@
-"""Saying that a start is over, to servers that a job cannot otherwise reach: an abstract socket,
-which a container sees as long as it shares the host's network.
+"""Message from a job to the node's servers that the job is ready, by abstract sockets.
 
-Alone owns the exchange, both sides. All users see the names of abstract sockets
-(/proc/net/unix), so what counts is the secret in the message, which only the job's environment
-holds: an entry of `BOOTSEER_READY_SOCKETS` is `NAME:SECRET`. Any thread.
+A container sees the host's abstract sockets as long as it shares the host's network. Only this
+module implements both sides. All users see the names of such sockets (/proc/net/unix), so a message
+must contain a secret that only the job's environment has: an entry of `BOOTSEER_READY_SOCKETS` is
+`NAME:SECRET`. Any thread.
 """
 
 import contextlib
@@ -17,26 +17,26 @@ VARIABLE = "BOOTSEER_READY_SOCKETS"
 _MESSAGE = b"ready"
 _MESSAGE_BYTES_MAX = 128
 _MESSAGES_MAX = 64
-"""Taken at a time: a flood must not keep who listens from its other work."""
+"""Messages read at a time, so that a flood does not keep the listener from its other work."""
 
 
 def new_ready_name() -> str:
-    """An entry for a new socket."""
+    """Return an entry for a new socket."""
     return f"bootseer-ready-{os.urandom(8).hex()}:{os.urandom(16).hex()}"
 
 
 def add_ready_names(environ: MutableMapping[str, str], *entries: str) -> None:
-    """Have whoever gets these variables tell the sockets of `entries`, too."""
+    """Add `entries` to the variable, so that the programs that get it notify these sockets, too."""
     known = [entry for entry in environ.get(VARIABLE, "").split(",") if entry]
     if added := [entry for entry in entries if entry not in known]:
         environ[VARIABLE] = ",".join([*known, *added])
 
 
 class ReadySocket:
-    """Listens as an entry says, until closed."""
+    """Listener for one entry."""
 
     def __init__(self, entry: str) -> None:
-        """Where another process has taken the name, no job is heard."""
+        """Bind the socket. If another process has the name, no message will arrive."""
         import socket
 
         name, _, secret = entry.partition(":")
@@ -48,12 +48,12 @@ class ReadySocket:
             _log.warning("cannot listen for bootseer.ready(): %s", error)
 
     def fileno(self) -> int:
-        """Readable when there is something to `take`."""
+        """Return a descriptor that is readable when there are messages to `take`."""
         return self._socket.fileno()
 
     def take(self) -> bool:
-        """Whether the job said so. Never waits, never raises."""
-        import hmac  # here: who starts a server need not load it
+        """Read the messages. Return whether the job was ready. Never waits, never raises."""
+        import hmac  # here, since the program that starts a server does not need it
 
         with contextlib.suppress(BlockingIOError):
             for _ in range(_MESSAGES_MAX):
@@ -62,13 +62,12 @@ class ReadySocket:
         return False
 
     def close(self) -> None:
-        """Idempotent."""
         self._socket.close()
 
 
-def tell_ready() -> None:
-    """Tell all servers that this process's environment names. Never raises."""
-    import socket  # here, as above: every start loads this module
+def send_ready() -> None:
+    """Notify all sockets that this process's environment names. Never raises."""
+    import socket  # here, since every start loads this module
 
     for entry in filter(None, os.environ.get(VARIABLE, "").split(",")):
         name, _, secret = entry.partition(":")
@@ -78,5 +77,5 @@ def tell_ready() -> None:
                 peer.setblocking(False)
                 peer.sendto(message, b"\0" + name.encode())
         except OSError as error:
-            # The entry is a secret.
+            # Log the name alone: the entry has a secret.
             _log.debug("nobody listens for ready at %s: %s", name, error)

@@ -1,16 +1,16 @@
-"""The exchange with the spawner: a process that begins ours in the place of their callers.
+"""Protocol of the spawner, a process that starts background processes in place of their callers.
 
-BOOTSEER_SPAWNER names its socket.
+When a container ends, the processes that it has forked end with it. A process that the spawner
+starts lives in the spawner's container and outlives the caller's. BOOTSEER_SPAWNER names the
+spawner's socket. Only this module implements both sides: a request, with three descriptors, is one
+message on a connection of its own; the answers are the pid and, later, that the process has ended,
+one line each. A byte from the client kills the process; a client that hangs up lets it live. Any
+thread.
 
-A program in a container takes what it has forked along when the container ends. What it asks the
-spawner for lives in the spawner's container, and outlives it. Alone owns the exchange, both sides
-of it: a request, with three descriptors, is one message on a connection of its own; the answers are
-the process's id, then that it has ended, a line each. A byte from the client ends the process; a
-client that hangs up lets it live. Any thread.
-
-The spawner's container may be of another release than a client's: it is replaced later. What it
-starts is of its own release, and is handed plans of the client's. So both say their `PROTOCOL`, and
-where these differ nothing is started: the client does so itself, as where there is no spawner.
+The spawner's container may be of another release than a client's, since it is replaced later. The
+processes that it starts are of its own release, and get plans made by the client's. So both sides
+send their `PROTOCOL`; if these differ, the client starts the process itself, as it does without a
+spawner.
 """
 
 import contextlib
@@ -37,32 +37,31 @@ from bootseer.served.processes import ROLES, SPAWNER, Role
 _log = logging.getLogger(__name__)
 
 PROTOCOL = 1
-"""Raised where servers of the release before cannot be handed what clients hand them now, or the
-reverse: members that both need have come or gone, or mean something else."""
+"""Version of the plans; raise it if two releases cannot use each other's plans."""
 _ANSWER_S = 5.0
 _END_S = 10.0
 _REQUEST_BYTES_MAX = 128 * 1024
 _ANSWER_BYTES_MAX = 4096
 _DESCRIPTORS = 3
-"""Of the process's plan, its log, and its report."""
+"""Number of descriptors: the process's plan, its log, and its report."""
 _warned = threading.Event()
 
 
-class _Head(Struct, frozen=True):
-    """What every message has, of whichever protocol it is."""
+class _ProtocolHeader(Struct, frozen=True):
+    """Common member of all messages in every protocol version."""
 
     protocol: int = 0
 
 
 class SpawnRequest(Struct, frozen=True):
-    """A process of ours to begin, by the module of its role."""
+    """Request to begin a process, by the module of its role."""
 
     protocol: int
     module: Text
     environment: dict[Text, Text]
 
 
-class _Answer(Struct, frozen=True):
+class _SpawnAnswer(Struct, frozen=True):
     protocol: int = PROTOCOL
     pid: int = 0
     has_ended: bool = False
@@ -70,7 +69,7 @@ class _Answer(Struct, frozen=True):
 
 
 class Spawned:
-    """A process that the spawner has begun for this one (`processes.Carrier`)."""
+    """A process that the spawner has begun for this one; a `processes.Carrier`."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.pid = pid
@@ -78,14 +77,14 @@ class Spawned:
         self._has_ended = False
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether it ends in time, or the spawner is gone. Idempotent."""
+        """Return whether the process, or the spawner, ends within `timeout_s`. Idempotent."""
         if not self._has_ended and wait_readable([self._connection.fileno()], timeout_s):
             self._has_ended = True
             self._connection.close()
         return self._has_ended
 
     def end(self) -> None:
-        """Have the spawner end it with SIGKILL. Idempotent."""
+        """Tell the spawner to kill the process. Idempotent."""
         if not self._has_ended:
             with contextlib.suppress(OSError):
                 self._connection.send(b"k")
@@ -97,10 +96,11 @@ class Spawned:
 def ask_spawner(
     address: Path, role: Role, environment: Mapping[str, str], files: Sequence[int]
 ) -> Spawned | None:
-    """Have the spawner at `address` begin a process with these descriptors as 0 to 3; None where
-    none answers, or one of another protocol, which costs one warning.
+    """Ask the spawner at `address` to begin a process with these descriptors as 0 to 3.
 
-    Raises: UnavailableError where the spawner cannot start it.
+    Return None, after one warning per process, if no spawner answers or it has another protocol.
+
+    Raises: UnavailableError if the spawner cannot start the process.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -110,7 +110,7 @@ def ask_spawner(
         with short_address(address) as short:
             connection.connect(short)
         if not is_trusted_peer(connection):
-            raise PermissionError("another user listens there")
+            raise PermissionError("its socket belongs to another user")
         plan, sink, _, report = files
         socket.send_fds(connection, [to_line(request).encode()], [plan, sink, report])
         answer = _receive(connection)
@@ -119,7 +119,7 @@ def ask_spawner(
         if not _warned.is_set():
             _warned.set()
             _log.warning(
-                "the spawner at %s cannot be asked (%s): servers end with this container",
+                "cannot use the spawner at %s (%s): servers will end with this container",
                 address,
                 error,
             )
@@ -132,8 +132,8 @@ def ask_spawner(
     return Spawned(connection, answer.pid)
 
 
-def answers(address: Path) -> bool:
-    """Whether a spawner, of any release, answers at `address`: a request that it must refuse."""
+def is_answering(address: Path) -> bool:
+    """Return whether a spawner of any release answers a request that it must refuse."""
     with (
         contextlib.suppress(OSError),
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
@@ -146,29 +146,27 @@ def answers(address: Path) -> bool:
     return False
 
 
-def _receive(connection: socket.socket) -> _Answer:
+def _receive(connection: socket.socket) -> _SpawnAnswer:
     data = connection.recv(_ANSWER_BYTES_MAX)
     _check_protocol(data)
-    return from_line(data, _Answer)
+    return from_line(data, _SpawnAnswer)
 
 
 def _check_protocol(data: bytes) -> None:
-    """Raises: UnknownFormatError, CorruptError."""
-    theirs = from_line(data, _Head).protocol
+    theirs = from_line(data, _ProtocolHeader).protocol
     if theirs != PROTOCOL:
         raise UnknownFormatError(
-            f"it is of another release, whose protocol is {theirs} where ours is {PROTOCOL}; "
+            f"it is of another release, with protocol {theirs} instead of {PROTOCOL}; "
             "drain the node, and delete its pod of bootseer-mounts"
         )
 
 
-# ---- the spawner's side -----------------------------------------------------------------------
+# ---- the spawner's side; all functions raise OSError ------------------------------------------
 
 
 def receive_request(connection: socket.socket) -> tuple[SpawnRequest, list[int]]:
-    """A request, checked, and its descriptors, which the caller closes. Raises: OSError,
-    BootseerError."""
-    # Read in any case: a client of which something is left unread gets no answer.
+    """Return a checked request and its descriptors. Raises: OSError, BootseerError."""
+    # Read before any check: with unread data on the connection, a client gets no answer.
     data, fds, flags, _ = socket.recv_fds(connection, _REQUEST_BYTES_MAX, _DESCRIPTORS)
     try:
         if not is_trusted_peer(connection):
@@ -178,9 +176,9 @@ def receive_request(connection: socket.socket) -> tuple[SpawnRequest, list[int]]
         _check_protocol(data)
         request = from_line(data, SpawnRequest)
         if request.module not in ROLES:
-            raise InvalidInputError("the program is none of Bootseer's")
+            raise InvalidInputError("the module is not one of Bootseer's roles")
         if any("=" in name or not name for name in request.environment):
-            raise InvalidInputError("a variable has no name that a program could have")
+            raise InvalidInputError("an environment variable has an invalid name")
     except BaseException:
         for fd in fds:
             os.close(fd)
@@ -189,15 +187,15 @@ def receive_request(connection: socket.socket) -> tuple[SpawnRequest, list[int]]
 
 
 def answer_started(connection: socket.socket, pid: int) -> None:
-    """Raises: OSError."""
-    connection.send(to_line(_Answer(pid=pid)).encode())
+    """Tell the client the pid of its process."""
+    connection.send(to_line(_SpawnAnswer(pid=pid)).encode())
 
 
 def answer_ended(connection: socket.socket) -> None:
-    """Raises: OSError."""
-    connection.send(to_line(_Answer(has_ended=True)).encode())
+    """Tell the client that its process has ended."""
+    connection.send(to_line(_SpawnAnswer(has_ended=True)).encode())
 
 
 def answer_failed(connection: socket.socket, failure: str) -> None:
-    """Raises: OSError."""
-    connection.send(to_line(_Answer(failure=failure)).encode())
+    """Tell the client why its process cannot be started."""
+    connection.send(to_line(_SpawnAnswer(failure=failure)).encode())

@@ -1,8 +1,7 @@
-"""What is served on this node, and whether it is well: what `bootseer status` shows.
+"""State of all servers on this node, for `bootseer status`.
 
-`known_servers` is what every view of it begins with; `entry_of` says of one what it serves, where,
-for whom, what is wrong and what to do. Nothing here touches what is mounted: that could hang. Any
-thread.
+`known_servers` lists the servers that have a folder; `status_entry` returns what one serves, where
+and for whom, its health, and advice. Nothing here touches a mount, which could hang. Any thread.
 """
 
 import contextlib
@@ -18,10 +17,8 @@ from bootseer.errors import BootseerError
 from bootseer.linux import mount_table
 from bootseer.linux.locks import is_written
 from bootseer.linux.private_files import is_own
-from bootseer.linux.processes import living_ids
+from bootseer.linux.processes import living_pids
 from bootseer.served.control import ask
-from bootseer.served.cover_users import serves_itself
-from bootseer.served.covers import Cover, covers
 from bootseer.served.folders import (
     ATTENDING,
     CHECKPOINT,
@@ -35,6 +32,8 @@ from bootseer.served.folders import (
     read_state,
     starts_dir,
 )
+from bootseer.served.overlays import overlays
+from bootseer.served.users import works_without_server
 
 _KINDS = {
     "mount": "image",
@@ -47,16 +46,16 @@ _KINDS = {
     ATTENDING: "attendant",
     VOLUME: "volume",
 }
-# By what the names of their logs begin with.
-_UNSERVING = {"preload": "preloader"}
+# Kinds of processes without a folder, by the prefix of their logs' names.
+_BACKGROUND = {"preload": "preloader"}
 IMAGES = frozenset(("image", "container", "environment", "containerd image", "volume"))
-"""Kinds whose trees are served as images are."""
+"""Kinds that are trees served like images."""
 _ANSWER_S = 2.0
 _RECENT_S = 600.0
 
 
-class Known(Struct, frozen=True):
-    """A server that has a folder, alive or not."""
+class KnownServer(Struct, frozen=True):
+    """A server with a folder, alive or dead."""
 
     state: MountState
     folder: Path
@@ -64,67 +63,65 @@ class Known(Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """For people."""
+        """Kind of the mount, for people."""
         kind = _KINDS.get(self.state.purpose, self.state.purpose)
         if kind == "linked tree" and not self.state.index_digest:
             return "own view"
         return kind
 
     def ask(self, command: str, timeout_s: float = 5.0) -> dict[str, Any]:
-        """The server's answer. Raises: UnavailableError, DeadlineError."""
+        """Return the server's answer to a command. Raises: UnavailableError, DeadlineError."""
         return ask(self.folder, command, timeout_s=timeout_s)
 
 
-class Entry(Struct, frozen=True):
-    """One thing that is mounted, or runs in the background: a row of `bootseer status`."""
+class StatusEntry(Struct, frozen=True):
+    """A row of `bootseer status`: a mount or a background process."""
 
     kind: str
     what: str
-    """An image's name, a storage's URL, a directory."""
+    """Name of an image, URL of a storage, or a directory."""
     where: tuple[str, ...]
-    """Where it is seen in this mount namespace."""
+    """Paths in this mount namespace at which it is mounted."""
     since_s: float | None
-    """Since 1970."""
+    """Begin, in seconds since 1970."""
     pid: int | None
-    """The process id of its server; of the supervisor, where there is one."""
+    """Process id of the server; of the supervisor, if there is one."""
     worker_pid: int | None
     users: tuple[int, ...]
-    """Processes for which it is kept."""
+    """Processes that use it."""
     health: str
-    """"ok", "degraded" (it works, but), "silent" (its server does not answer), "dead", or "unknown"
-    (another user's)."""
+    """"ok", "degraded" (has a problem), "silent", "dead", or "unknown" (another user's)."""
     problem: str = ""
     remedy: str = ""
-    """What to do."""
+    """Advice about the problem."""
     log: str | None = None
     until_s: float | None = None
-    """Since 1970: when it goes by itself, where that is known."""
+    """Time when it will end by itself, in seconds since 1970, if that is known."""
     figures: dict[str, Any] | None = None
-    """What its server says of it; docs/json.md has the keys."""
+    """The server's own status; docs/json.md has the keys."""
 
 
-def known_servers(run_dir: Path) -> list[Known]:
-    """All servers with a folder below `run_dir`, and publishers, the oldest first."""
+def known_servers(run_dir: Path) -> list[KnownServer]:
+    """Return all servers, attendants and publishers with a folder, the oldest first."""
     found = []
     for parent in (mounts_dir(run_dir), starts_dir(run_dir), run_dir / "publishing"):
         with contextlib.suppress(FileNotFoundError):
             for folder in parent.iterdir():
                 state = read_state(folder)
                 if state is not None:
-                    found.append(Known(state, folder, is_alive(folder)))
+                    found.append(KnownServer(state, folder, is_alive(folder)))
     return sorted(found, key=lambda one: one.state.started_ns)
 
 
-def unserving(run_dir: Path) -> Iterator[Entry]:
-    """Yield the processes of ours that live, serve nothing and have no folder, as their logs show
-    them."""
+def background_entries(run_dir: Path) -> Iterator[StatusEntry]:
+    """Yield the living processes that serve nothing and have no folder, found by their logs."""
     with contextlib.suppress(OSError):
         for log in sorted((run_dir / "logs").glob("*.log")):
             purpose, _, name = log.stem.partition("-")
             with contextlib.suppress(OSError):
-                if purpose in _UNSERVING and is_own(log.lstat()) and is_written(log):
-                    yield Entry(
-                        kind=_UNSERVING[purpose],
+                if purpose in _BACKGROUND and is_own(log.lstat()) and is_written(log):
+                    yield StatusEntry(
+                        kind=_BACKGROUND[purpose],
                         what=name,
                         where=(),
                         since_s=None,
@@ -136,31 +133,31 @@ def unserving(run_dir: Path) -> Iterator[Entry]:
                     )
 
 
-def known_mounts(run_dir: Path) -> list[Known]:
-    """The servers of checkpoint folders, the oldest first."""
+def known_mounts(run_dir: Path) -> list[KnownServer]:
+    """Return the servers of checkpoint folders, the oldest first."""
     return [one for one in known_servers(run_dir) if one.state.purpose == CHECKPOINT]
 
 
-def find_known(run_dir: Path, directory: Path) -> Known | None:
-    """The checkpoint folder that is, or was last, mounted on `directory` (absolute)."""
+def find_known(run_dir: Path, directory: Path) -> KnownServer | None:
+    """Return the server of the checkpoint folder last mounted on `directory` (absolute)."""
     found = [one for one in known_mounts(run_dir) if one.state.directory == str(directory)]
     return max(found, key=lambda one: (one.is_running, one.state.started_ns), default=None)
 
 
-def entry_of(known: Known, run_dir: Path) -> Entry:
-    """What is to be said of one. Asks its server, for two seconds at most."""
+def status_entry(known: KnownServer, run_dir: Path) -> StatusEntry:
+    """Return the row for a server. Asks the server, for two seconds at most."""
     state, kind = known.state, known.kind
-    shown = tuple(str(cover.path) for cover in covers() if cover.id == state.id)
+    shown = tuple(str(overlay.path) for overlay in overlays() if overlay.id == state.id)
     if not shown and kind in ("image", "containerd image", "checkpoints", "volume"):
         shown = (state.directory,)
     if kind == "container" and mount_table.find_mount(Path(state.directory)) is not None:
-        shown = (state.directory,)  # it lingers
+        shown = (state.directory,)  # a lingering container's tree is mounted on the host
     log = log_path(run_dir, state.id)
     health, problem, remedy, figures = _health(known, kind, log)
-    users = living_ids(known.folder / "users")
+    users = living_pids(known.folder / "users")
     if state.user is not None and state.user.lives():
         users.add(state.user.pid)
-    return Entry(
+    return StatusEntry(
         kind=kind,
         what=state.reference.removeprefix("snapshot") if kind == "environment" else state.reference,
         where=shown,
@@ -177,7 +174,9 @@ def entry_of(known: Known, run_dir: Path) -> Entry:
     )
 
 
-def _health(known: Known, kind: str, log: Path) -> tuple[str, str, str, dict[str, Any] | None]:
+def _health(
+    known: KnownServer, kind: str, log: Path
+) -> tuple[str, str, str, dict[str, Any] | None]:
     state, directory = known.state, known.state.directory
     ends = {
         "image": f"`bootseer unmount {directory}` removes it",
@@ -185,9 +184,9 @@ def _health(known: Known, kind: str, log: Path) -> tuple[str, str, str, dict[str
         "publisher": "a later start publishes again",
         "volume": "the CSI driver mounts it anew",
     }.get(kind, "the next start on this node removes it")
-    if not known.is_running and serves_itself(known.folder):
+    if not known.is_running and works_without_server(known.folder):
         what = "the process that would remove it was killed"
-        return "degraded", what, "the next start after its users' end removes it", None
+        return "degraded", what, "the next start after the end of its users removes it", None
     if not known.is_running:
         return "dead", "its server was killed", ends, None
     if kind not in IMAGES and kind != "checkpoints":
@@ -196,22 +195,22 @@ def _health(known: Known, kind: str, log: Path) -> tuple[str, str, str, dict[str
         answer = known.ask("status", _ANSWER_S)
     except BootseerError as error:
         return "silent", str(error), f"see {log}; {ends}", None
-    # Where not even the worker is known, they are in a PID namespace that we do not see.
+    # If neither process is visible, both are in a PID namespace that is hidden from this process.
     server, worker = state.processes
     if worker.lives() and not server.lives():
-        what = "the process that would replace a worker that dies is gone"
+        what = "its supervisor has ended: a worker that dies is not replaced"
         return "degraded", what, "mount it again when nothing uses it", answer
     problem = _problem_of(answer, kind)
     if problem:
         return "degraded", problem, f"see {log}", answer
     if kind in ("image", "checkpoints") and mount_table.find_mount(Path(directory)) is None:
-        what = "it was taken off while files in it were open"
+        what = "it was unmounted while files in it were open"
         return "degraded", what, "it ends when they are closed", answer
     return "ok", "", "", answer
 
 
 def _problem_of(answer: Mapping[str, Any], kind: str) -> str:
-    """What a server's own figures show. Pure, but for the clock."""
+    """Return the problem that a server's own status shows; empty for none."""
     if kind == "checkpoints":
         errors = [
             one["message"]
@@ -222,14 +221,13 @@ def _problem_of(answer: Mapping[str, Any], kind: str) -> str:
     if count := answer["faults"]["failed_count"]:
         return f"{count} reads failed"
     if answer.get("cache_is_full"):
-        return "the node's cache is full: what is read is fetched again each time"
+        return "the node's cache is full: each read fetches its bytes again"
     prefetch = answer.get("prefetch")
-    return f"its bundle was given up: {prefetch['error']}" if prefetch and prefetch["error"] else ""
+    return f"its bundle has failed: {prefetch['error']}" if prefetch and prefetch["error"] else ""
 
 
-def foreign_entries(known: Iterable[Known], run_dir: Path) -> Iterator[Entry]:
-    """What is mounted here by servers of which this `run_dir` knows nothing: other users', other
-    containers', or dead ones whose folder is gone."""
+def foreign_entries(known: Iterable[KnownServer], run_dir: Path) -> Iterator[StatusEntry]:
+    """Yield the mounts here whose servers have no folder in this `run_dir`."""
     servers = list(known)
     directories = {one.state.directory for one in servers}
     for mount in mount_table.find_mounts("bootseer"):
@@ -237,18 +235,14 @@ def foreign_entries(known: Iterable[Known], run_dir: Path) -> Iterator[Entry]:
             kind = "checkpoints" if mount.subtype.endswith("-stripe") else "image"
             yield _foreign(kind, mount.name, mount.path, mount.user, run_dir)
     ids = {one.state.id for one in servers}
-    for cover in covers():
-        if cover.id not in ids:
-            yield _foreign(*_of_cover(cover), run_dir)
+    for overlay in overlays():
+        if overlay.id not in ids:
+            yield _foreign("environment", str(overlay.path), overlay.path, 0, run_dir)
 
 
-def _of_cover(cover: Cover) -> tuple[str, str, Path, int]:
-    return "environment", str(cover.path), cover.path, 0
-
-
-def _foreign(kind: str, what: str, path: Path, user: int, run_dir: Path) -> Entry:
+def _foreign(kind: str, what: str, path: Path, user: int, run_dir: Path) -> StatusEntry:
     whose = "another folder's" if user == os.geteuid() else f"user {user}'s"
-    return Entry(
+    return StatusEntry(
         kind=kind,
         what=what,
         where=(str(path),),
@@ -257,6 +251,6 @@ def _foreign(kind: str, what: str, path: Path, user: int, run_dir: Path) -> Entr
         worker_pid=None,
         users=(),
         health="unknown",
-        problem=f"no server with its state in {run_dir} serves it: it is {whose}, or left over",
+        problem=f"its server has no state in {run_dir}: it is {whose}, or a killed server left it",
         remedy=f"give its --run-dir; if it does not answer, `bootseer unmount {path}`",
     )

@@ -21,7 +21,7 @@ from msgspec import Struct, structs
 from bootseer.base.display import closest_word
 from bootseer.base.urls import absolute_url
 from bootseer.errors import InvalidInputError
-from bootseer.linux.ownership import parse_owners, unwritable
+from bootseer.linux.ownership import parse_owners, unwritable_folder
 from bootseer.settings.file import TRUSTED, read_config_file, trusted_folders
 from bootseer.settings.values import (
     COUNT,
@@ -92,9 +92,9 @@ class _Login(Struct, dict=True):
         """Home of the login, or a folder that the user can write to instead: a pod's user often has
         a number only, and / as HOME."""
         named = Path(self.environ.get("HOME") or "/").absolute()
-        if unwritable(named):
+        if unwritable_folder(named):
             for folder in ("/var/tmp", self.environ.get("TMPDIR") or "/tmp"):
-                if not unwritable(Path(folder)):
+                if not unwritable_folder(Path(folder)):
                     return Path(folder) / f"bootseer-{os.geteuid()}"
         return named
 

@@ -21,8 +21,8 @@ from bootseer.linux.ownership import (
     Owners,
     fault_of_folder,
     kind_of,
-    open_believed,
-    unwritable,
+    open_trusted,
+    unwritable_folder,
 )
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def _read_named(name: str) -> bytes:
     except OSError as error:
         raise from_oserror(error, f"read the configuration {name}") from error
     raise InvalidInputError(
-        f"the configuration {name} cannot be used: it is {kind_of(status)}, and no regular file; "
+        f"the configuration {name} cannot be used: it is {kind_of(status)}, not a regular file; "
         f"name a file in {CONFIG_VARIABLE}"
     )
 
@@ -116,7 +116,7 @@ def _read(path: Path, owners: Owners) -> bytes | None:
     """Return the content of a configuration file at its usual place; None if there is none, and,
     with a warning, if it must not be trusted."""
     try:
-        file, fault = open_believed(path, owners)
+        file, fault = open_trusted(path, owners)
     except OSError as error:
         # Also a home that is not this user's to look into.
         if error.errno in _NOT_THERE or not os.path.lexists(path):
@@ -179,7 +179,7 @@ def fault_of_setting(name: str, path: Path, owners: Owners) -> str:
 
 def _cannot_be_made(name: str, path: Path) -> str:
     """Return the reason why a missing folder cannot be made; empty if it can, or is there."""
-    if _folder(name).is_written and not path.exists() and (there := unwritable(path)):
+    if _folder(name).is_written and not path.exists() and (there := unwritable_folder(path)):
         return f"it is missing, and {there} is not for this user to write to"
     return ""
 

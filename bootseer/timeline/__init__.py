@@ -1,8 +1,9 @@
-"""Stages of a start as OpenTelemetry records, one file per node and rank.
+"""Stages of a start as OpenTelemetry records, in one file per node and rank.
 
-`stage` and `ready` are what training code uses (as `bootseer.stage`, `bootseer.ready`). They cost
-nothing when no timeline is being written, never raise, and import nothing heavy. The file format
-is docs/format/timeline.md; `bootseer.report` reads it, and says where the time went.
+Public: `stage` and `ready`, which training code uses as `bootseer.stage` and `bootseer.ready`, and
+`Timeline`, `Span`, `current`. They cost nothing if no timeline is written, never raise, and import
+only the standard library and `bootseer.base`, `linux` and `served.ready_socket`. The file format is
+docs/format/timeline.md; `bootseer.report` reads it.
 """
 
 from bootseer.timeline.recorder import Span, Timeline, current, ready, stage

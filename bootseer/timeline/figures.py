@@ -1,8 +1,8 @@
-"""What the kernel says of the node, the network and this process: evidence for where time went.
+"""Counters of the kernel for the node, the network and this process, as evidence in stages.
 
-Samples are taken at the begin and the end of a stage, and their differences noted with it. Each
-file that cannot be read is left out. A sample takes some 0.2 ms. Only the standard library is
-imported: training processes use it, too.
+A stage samples them at its begin and its end, and records the differences. A file that cannot be
+read is left out. A sample takes about 0.2 ms. Imports only the standard library, since training
+processes use it, too.
 """
 
 import os
@@ -14,24 +14,24 @@ Sample = dict[str, float]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SECTOR_BYTES = 512
-# What differs by less says nothing.
+# Smaller differences are left out.
 _SMALLEST = 1e-4
 
 
 def sample() -> Sample:
-    """The counters now, by the names that stages carry; see docs/format/timeline.md."""
+    """Return the current counters, by the names that stages use; see docs/format/timeline.md."""
     found: Sample = {}
     for read in _READERS:
         try:
             found.update(read())
         except Exception:
-            # Whatever a kernel writes, or the Python of an image lacks.
+            # The kernel's format, or the Python of an image, may differ from what is expected.
             continue
     return found
 
 
 def difference(before: Sample, after: Sample) -> Sample:
-    """By how much each counter has grown; counters that have not, or that are new, are left out."""
+    """Return the growth of each counter; leave out counters that are new or have not grown."""
     return {
         name: round(value - before[name], 4)
         for name, value in after.items()
@@ -48,12 +48,12 @@ def _lines(path: str) -> list[str]:
 
 
 def _pressure() -> Iterator[tuple[str, float]]:
-    """Seconds in which some task waited for a resource: of this cgroup v2, else of the node.
+    """Yield seconds in which a task of the cgroup (v2) or node waited for a resource.
 
     Source: Documentation/accounting/psi.rst.
     """
     path = dict(_cgroup_paths()).get("", "")
-    # Where version 1 has the controllers, version 2 may be beside them.
+    # If the controllers are on cgroup v1, v2 may be mounted as "unified".
     for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
         try:
             yield from _pressures(f"{root}{path}/{{}}.pressure")
@@ -64,19 +64,18 @@ def _pressure() -> Iterator[tuple[str, float]]:
 
 
 def _pressures(path: str) -> list[tuple[str, float]]:
-    """What the files of the three resources say. Raises: OSError."""
     lines = [(name, _lines(path.format(name))[0]) for name in ("cpu", "io", "memory")]
     return [(f"psi.{name}_s", int(line.rpartition("=")[2]) / 1e6) for name, line in lines]
 
 
 def _processor() -> Iterator[tuple[str, float]]:
-    """Seconds that the hypervisor gave to others, of one processor. Source: proc(5), /proc/stat."""
+    """Yield the seconds that the hypervisor gave to others, per processor. Source: proc(5)."""
     fields = _lines("/proc/stat")[0].split()
     yield "cpu.steal_s", int(fields[8]) / _TICKS / (os.cpu_count() or 1)
 
 
 def _cgroup() -> Iterator[tuple[str, float]]:
-    """Seconds for which this cgroup was kept from running. Source: cgroup-v2.rst, cpu.stat."""
+    """Yield the seconds in which this cgroup was throttled. Source: cgroup-v2.rst, cpu.stat."""
     paths = dict(_cgroup_paths())
     for path in (
         f"/sys/fs/cgroup{paths.get('', '')}/cpu.stat",
@@ -100,7 +99,7 @@ def _cgroup_paths() -> Iterator[tuple[str, str]]:
 
 
 def _network() -> Iterator[tuple[str, float]]:
-    """TCP segments sent again, and bytes of all devices but loopback. Source: proc(5)."""
+    """Yield retransmitted TCP segments, and bytes of all devices but loopback. Source: proc(5)."""
     names, values = (line.split() for line in _lines("/proc/net/snmp") if line.startswith("Tcp:"))
     yield "tcp.retransmits", int(values[names.index("RetransSegs")])
     received = sent = 0
@@ -114,7 +113,7 @@ def _network() -> Iterator[tuple[str, float]]:
 
 
 def _disk() -> Iterator[tuple[str, float]]:
-    """Bytes of whole disks; parts of disks and devices above them would count twice.
+    """Yield bytes of whole disks; partitions and stacked devices would count twice.
 
     Source: Documentation/admin-guide/iostats.rst.
     """
@@ -128,14 +127,13 @@ def _disk() -> Iterator[tuple[str, float]]:
 
 
 def _faults() -> Iterator[tuple[str, float]]:
-    """Page faults of this process that waited for a disk or a network file system."""
+    """Yield the page faults of this process that waited for a disk or a network file system."""
     import resource
 
     yield "faults.major", resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 def _requests() -> Iterator[tuple[str, float]]:
-    """Requests of this process to servers that nodes share."""
     yield from request_counts().items()
 
 

@@ -1,9 +1,10 @@
-"""Stages as OTLP-JSON lines; `bootseer.report.decoding` reads them. Pure (no I/O).
+"""Encoding of stages as OTLP-JSON lines; `bootseer.report.decoding` reads them. Pure (no I/O).
 
-Each line is one export request as the OpenTelemetry Collector's file exporter writes it, so its
-`otlpjsonfile` receiver reads our files. OTLP has no record for a span that has only begun; the
-start of a stage is therefore a *log record* that carries the span's ids, and the end is the span
-itself. A start without its span is a stage that is still open, or hung, or was killed.
+Each line is one export request as the OpenTelemetry Collector's file exporter writes it, so that
+its `otlpjsonfile` receiver reads our files. OTLP has no record for a span that has only begun: the
+begin of a stage is a *log record* with the span's ids, and its end is the span itself. A begin
+without a span is a stage that is still open, or that hung or was killed.
+
 Source: opentelemetry-proto, "OTLP JSON" (64-bit integers are decimal strings, ids are hex).
 """
 
@@ -15,15 +16,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 Value: TypeAlias = str | int | float | bool
 
-# Longer values (a command line, an error) are cut: the timeline is no place for payload.
+# Longer values (a command line, an error) are cut.
 _MAX_TEXT = 1000
 START_EVENT = "bootseer.stage.start"
 IMPORTS_EVENT = "bootseer.imports"
-# The stage that covers a whole start on one node, and the one that says that a rank trains now.
+# Names of two stages: a whole start on one node, and the moment when a rank begins to train.
 START, READY = "start", "ready"
-# How a stage is done (bootseer.how) of which all is there since the last start.
+# Value of bootseer.how for a stage whose result was still mounted from the last start.
 LIVE = "live"
-# What the profiler reads beside times; docs/format/timeline.md says what each means.
+# Attributes that the profiler reads; docs/format/timeline.md defines each.
 BARRIER, WAITED_FOR = "bootseer.barrier", "bootseer.waited_for"
 BARRIER_COUNT = "bootseer.barrier_count"
 PROCESS, PARENT, ROLE = "bootseer.process", "bootseer.parent_process", "bootseer.role"
@@ -35,9 +36,9 @@ _KIND_INTERNAL = 1
 _NOTHING: Mapping[str, Value] = MappingProxyType({})
 
 
-# Not a struct: training code writes stages in images that have nothing but our sources.
+# Not a msgspec struct: training code uses it in images that have only the standard library.
 class Stage(NamedTuple):
-    """One stage as read back from a timeline. Times: ns since 1970, by the node's clock."""
+    """A stage of a timeline. Times are in ns since 1970, by the node's clock."""
 
     name: str
     trace_id: str
@@ -45,7 +46,7 @@ class Stage(NamedTuple):
     parent_id: str
     start_ns: int
     end_ns: int | None
-    """None: no end was recorded."""
+    """None if no end was recorded."""
     failed: bool = False
     message: str = ""
     attributes: Mapping[str, Value] = _NOTHING
@@ -53,13 +54,13 @@ class Stage(NamedTuple):
 
 
 def trace_id_of(job: str, attempt: int, submission: str = "") -> str:
-    """The same 16 bytes (hex) on every node of a start, without anybody talking. Pure."""
+    """Return a trace id (16 bytes, in hex) that all nodes of a start compute alike. Pure."""
     parts = ["bootseer", job, str(attempt), *filter(None, [submission])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def parse_traceparent(text: str) -> tuple[str, str] | None:
-    """(trace id, parent span id) of a W3C `traceparent` header; None if malformed."""
+    """Return (trace id, parent span id) of a W3C `traceparent` header; None if it is malformed."""
     parts = text.strip().lower().split("-")
     if len(parts) < 4 or (len(parts[0]), len(parts[1]), len(parts[2])) != (2, 32, 16):
         return None
@@ -97,7 +98,7 @@ def _line(kind: str, scope_kind: str, records: str, record: Any, resource: Any) 
 
 
 def encode_start(stage: Stage) -> bytes:
-    """The line that says a stage has begun."""
+    """Return the line for the begin of a stage."""
     attributes = {**stage.attributes, PARENT_SPAN: stage.parent_id}
     return encode_event(START_EVENT, stage, stage.name, attributes)
 
@@ -105,7 +106,7 @@ def encode_start(stage: Stage) -> bytes:
 def encode_event(
     event: str, stage: Stage, body: str, attributes: Mapping[str, Value] = _NOTHING
 ) -> bytes:
-    """The line of something that happened when the stage began. The body is not cut."""
+    """Return the line for an event at the begin of the stage. The body is not cut."""
     record = {
         "timeUnixNano": str(stage.start_ns),
         "observedTimeUnixNano": str(stage.start_ns),
@@ -121,7 +122,7 @@ def encode_event(
 
 
 def encode_end(stage: Stage) -> bytes:
-    """The line that holds a finished stage: an ordinary OTLP span."""
+    """Return the line for a finished stage: an ordinary OTLP span."""
     record = {
         "traceId": stage.trace_id,
         "spanId": stage.span_id,

@@ -1,9 +1,9 @@
-"""Writes a timeline: appends a line when a stage starts and a line when it ends.
+"""Writer of a timeline: appends one line when a stage begins and one when it ends.
 
-A line is one write(2) to a file opened with O_APPEND, so threads and processes of one rank share
-a file. A line that was cut costs no other one. Nothing here raises: a timeline that cannot be
-written must not cost a training run. The file is named to child
-processes by `BOOTSEER_TIMELINE`, the parent span by `TRACEPARENT`.
+A line is one write(2) to a file opened with O_APPEND, so that threads and processes of one rank can
+share the file; a line that was cut does not damage others. No function raises, since a timeline
+that cannot be written must not cost a training run. Child processes get the file's path by
+`BOOTSEER_TIMELINE` and the parent span by `TRACEPARENT`.
 """
 
 import errno
@@ -20,7 +20,7 @@ from typing import Self
 from bootseer.base.redact import redact
 from bootseer.linux.private_files import open_private_directory
 from bootseer.linux.processes import boot_id
-from bootseer.served.ready_socket import tell_ready
+from bootseer.served.ready_socket import send_ready
 from bootseer.timeline.figures import difference, sample
 from bootseer.timeline.otlp import (
     PROCESS,
@@ -38,27 +38,27 @@ from bootseer.timeline.otlp import (
 _log = logging.getLogger(__name__)
 FILE_VARIABLE = "BOOTSEER_TIMELINE"
 PROCESS_VARIABLE = "BOOTSEER_PROCESS"
-"""Which Python process below the launcher this is, or the nearest one above it."""
+"""Variable with the id of the recorded Python process, which child processes inherit."""
 LAUNCHED_VARIABLE = "BOOTSEER_LAUNCHED"
-"""PID:NANOSECONDS of the launcher at the end of its work, where the command takes its place."""
+"""Variable with PID:NANOSECONDS of the launcher at the moment when it becomes the command."""
 COLLECTOR_MODULE = "_bootseer_collect"
-"""In processes that are watched (bootseer.profile.collect): what watches them."""
-# torchrun starts failed workers again in place: in a timeline that was begun before.
+"""Name in `sys.modules` of `bootseer.profile.collect.imports`, in processes that it records."""
+# torchrun restarts failed workers, which then write to the timeline of the first ones.
 _RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 _APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Span:
-    """One running stage; a context manager. Threads may hold different spans at once."""
+    """A stage that has begun; a context manager. Threads may hold different spans at once."""
 
     def __init__(self, timeline: "Timeline | None", stage: Stage, earlier_ns: int = 0) -> None:
-        """`earlier_ns`: how long ago it has begun."""
+        """Begin the stage `earlier_ns` before now."""
         self._timeline = timeline
         self._stage = stage
         self._attributes: dict[str, Value] = dict(stage.attributes)
         self._started_ns = time.monotonic_ns() - earlier_ns
         self.figures = sample() if timeline is not None else {}
-        """What the kernel had counted at the begin, and then at the end."""
+        """Kernel counters at the begin; after `end`, those at the end."""
         self._ended = False
 
     @property
@@ -67,15 +67,15 @@ class Span:
         return f"00-{self._stage.trace_id}-{self._stage.span_id}-01"
 
     def set(self, key: str, value: Value) -> None:
-        """Attach a figure, for example `bootseer.bytes`. Never a secret."""
+        """Set an attribute, for example `bootseer.bytes`. Must not be a secret."""
         self._attributes[key] = value
 
     def end(self, *, error: BaseException | None = None) -> float:
-        """Write the end; returns the duration in seconds by the monotonic clock. Idempotent."""
+        """Write the end; return the duration in seconds by the monotonic clock. Idempotent."""
         duration_ns = time.monotonic_ns() - self._started_ns
         if self._timeline is not None and not self._ended:
             before, self.figures = self.figures, sample()
-            # The wall clock may be stepped during a start; the duration is the monotonic one.
+            # By the monotonic clock, since the wall clock may be set during a start.
             finished = self._stage._replace(
                 end_ns=self._stage.start_ns + duration_ns,
                 failed=error is not None,
@@ -118,11 +118,11 @@ class Timeline:
         rank: int,
         part: str = "",
     ) -> "Timeline":
-        """A new file for one start of `job` on this node, private to the user.
+        """Make a new file for one start of `job` on this node, private to the user.
 
-        `part` names what another program than the rank's own notes, beside whose file it lies.
-        A `TRACEPARENT` in the environment wins over the trace id derived from job, submission and
-        attempt.
+        `part` names another program that writes a file of its own beside the rank's. A
+        `TRACEPARENT` in the environment takes precedence over the trace id made from job,
+        submission and attempt.
         """
         outer = parse_traceparent(os.environ.get("TRACEPARENT", ""))
         trace_id, parent_id = outer or (trace_id_of(job, attempt, submission), "")
@@ -136,7 +136,7 @@ class Timeline:
             names = [name for name in (job, str(attempt), submission) if name]
             folder = open_private_directory(directory, names)
             try:
-                # From here on by its path: nobody else can put another one there.
+                # Later opens may use the path: nobody else can replace the file in this folder.
                 os.close(os.open(name, _APPEND, 0o600, dir_fd=folder))
             finally:
                 os.close(folder)
@@ -146,13 +146,13 @@ class Timeline:
 
     @property
     def is_written(self) -> bool:
-        """Whether all that was appended so far is in the file."""
+        """Whether every line so far was written."""
         return not self._warned
 
     def span(
         self, name: str, attributes: Mapping[str, Value] | None = None, *, since_ns: int = 0
     ) -> Span:
-        """Begin a stage now, or have begun it then (since 1970)."""
+        """Begin a stage now, or at `since_ns` (ns since 1970)."""
         now_ns = time.time_ns()
         earlier_ns = max(0, now_ns - (since_ns or now_ns))
         begun = {**(attributes or {}), "bootseer.monotonic_ns": time.monotonic_ns() - earlier_ns}
@@ -167,12 +167,12 @@ class Timeline:
         duration_ns: int,
         attributes: Mapping[str, Value] = MappingProxyType({}),
     ) -> None:
-        """Write a stage that is over. `start_ns`: since 1970."""
+        """Write a stage that has ended. `start_ns` is in ns since 1970."""
         stage = self._stage(name, start_ns, attributes)
         self.append(encode_end(stage._replace(end_ns=start_ns + duration_ns)))
 
     def event(self, name: str, body: str) -> None:
-        """Write what happened now, in words that other programs read."""
+        """Write an event that happened now; `body` is read by other programs."""
         self.append(encode_event(name, self._stage(name, time.time_ns(), {}), body))
 
     def _stage(self, name: str, start_ns: int, attributes: Mapping[str, Value]) -> Stage:
@@ -188,38 +188,38 @@ class Timeline:
         )
 
     def with_resource(self, attributes: Mapping[str, Value]) -> "Timeline":
-        """The same file, with more said of who writes."""
+        """Return a timeline on the same file whose lines have more resource attributes."""
         return self._like(self._parent_id, {**self._resource, **attributes})
 
     def below(self, span: Span) -> "Timeline":
-        """The same file, with new stages as children of `span`."""
+        """Return a timeline on the same file whose new stages are children of `span`."""
         _, parent_id = parse_traceparent(span.traceparent) or ("", "")
         return self._like(parent_id, self._resource)
 
     def _like(self, parent_id: str, resource: Mapping[str, Value]) -> "Timeline":
         other = Timeline(self.path, trace_id=self._trace_id, parent_id=parent_id, resource=resource)
-        # One warning is enough for a file that cannot be written.
+        # Warn once for a file that cannot be written.
         other._warned = self._warned
         return other
 
     def append(self, line: bytes) -> None:
         """Write one line. Never raises."""
         try:
-            # Opened per line: spans are few, and no descriptor may leak into the training job.
+            # Opened for each line: lines are few, and the job must not inherit a descriptor.
             descriptor = os.open(self.path, _APPEND, 0o600)
             try:
-                # What a full disk, or a killed writer, has left of a line must not take ours along.
-                if _ends_amid_a_line(descriptor):
+                # A full disk or a killed writer may have left a part of a line: end that first.
+                if _has_partial_last_line(descriptor):
                     line = b"\n" + line
                 if os.write(descriptor, line) < len(line):
-                    raise OSError(errno.ENOSPC, "a line was cut, as a full disk does it")
+                    raise OSError(errno.ENOSPC, "a line was cut; the disk may be full")
             finally:
                 os.close(descriptor)
         except OSError as error:
             self.warn(error)
 
     def warn(self, error: OSError) -> None:
-        """Say once that this start has no timeline."""
+        """Log once that this start has no timeline."""
         with self._lock:
             if not self._warned:
                 self._warned = True
@@ -227,7 +227,6 @@ class Timeline:
 
 
 def _number(*variables: str) -> int:
-    """The number that the first of these variables has which is set; 0 where that is none."""
     text = next((os.environ[name] for name in variables if os.environ.get(name)), "")
     return int(text) if text.isascii() and text.isdigit() else 0
 
@@ -251,7 +250,7 @@ def _resource(job: str, submission: str, attempt: int, node: str, rank: int) -> 
 
 
 def program_name() -> str:
-    """What this process runs, as its users know it."""
+    """Return the name of this process's program, as its users know it."""
     words = sys.orig_argv[1:]
     for place, word in enumerate(words):
         if word == "-m" and place + 1 < len(words):
@@ -268,12 +267,12 @@ _inherited: tuple[tuple[str, str], Timeline] | None = None
 
 
 def current() -> Timeline | None:
-    """The timeline that the environment names, or None."""
+    """Return the timeline that the environment names, or None."""
     global _inherited
     name = os.environ.get(FILE_VARIABLE)
     if not name:
         return None
-    # A child by fork has the file of its parent, and is another process.
+    # A forked child inherits `_inherited`, but has a process id variable of its own.
     key = (name, os.environ.get(PROCESS_VARIABLE, ""))
     if _inherited is None or _inherited[0] != key:
         job = os.environ.get("BOOTSEER_JOB", "default")
@@ -282,7 +281,7 @@ def current() -> Timeline | None:
         node = os.environ.get("BOOTSEER_NODE") or os.uname().nodename
         resource = _resource(job, submission, attempt, node, _number("RANK", "BOOTSEER_RANK"))
         if os.environ.get(LAUNCHED_VARIABLE):
-            # The job itself, and no server of ours: whether it is watched or too quick for that.
+            # Set only in the job's processes, not in Bootseer's servers.
             resource[ROLE] = program_name()
         trace_id, parent_id = parse_traceparent(os.environ.get("TRACEPARENT", "")) or (
             trace_id_of(job, attempt, submission),
@@ -294,7 +293,7 @@ def current() -> Timeline | None:
 
 
 def stage(name: str, attributes: Mapping[str, Value] | None = None) -> Span:
-    """`with bootseer.stage("load data"): ...` puts a stage of your own on the timeline.
+    """Begin a stage: `with bootseer.stage("load data"): ...` records the block on the timeline.
 
     Does nothing outside `bootseer run`.
     """
@@ -305,27 +304,27 @@ def stage(name: str, attributes: Mapping[str, Value] | None = None) -> Span:
 
 
 def ready() -> None:
-    """Say that the start is over: the first training step is about to run.
+    """Record the end of the start: the first training step is about to run.
 
-    Ends the recording of what this start touched. Call it once per process; without it the
-    recording ends by itself after a while.
+    Ends the recording of the start. Call it once per process; without it the recording ends by
+    itself after some time.
     """
     collector = sys.modules.get(COLLECTOR_MODULE)
     if collector is not None:
-        collector.over()
+        collector.stop()
     timeline = current()
     if timeline is not None:
         timeline.span(READY).end()
-    tell_ready()
+    send_ready()
 
 
-def _ends_amid_a_line(descriptor: int) -> bool:
-    """Whether the file ends with a line that nobody goes on writing."""
+def _has_partial_last_line(descriptor: int) -> bool:
+    """Return whether the file ends with an incomplete line that no process is writing."""
     size = -1
     for _ in range(3):
         before, size = size, os.fstat(descriptor).st_size
         if not size or os.pread(descriptor, 1, size - 1) == b"\n":
             return False
         if size != before:
-            time.sleep(0.002)  # another process may be in the middle of it
+            time.sleep(0.002)  # another process may be writing the line
     return True

@@ -155,7 +155,7 @@ def unmount(path: Path, *, timeout_s: float = 10.0) -> None:
         connection.wait_gone(_ABORT_DEADLINE_S)
 
 
-def _unmount_blindly(mount: mount_table.Mount, timeout_s: float) -> None:
+def _unmount_blindly(mount: mount_table.FuseMount, timeout_s: float) -> None:
     """Unmount without the control files: whether files are open shows only while mounted."""
     deadline = time.monotonic() + timeout_s
     while True:

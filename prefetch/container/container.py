@@ -44,12 +44,12 @@ from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.records import ImageConfig
 from bootseer.prefetch.serve.plan import ServeOptions
 from bootseer.served.control import ask
-from bootseer.served.cover_users import join, lingering
-from bootseer.served.ending import announce_scratch, end_silent, make_own_scratch
+from bootseer.served.ending import announce_scratch, kill_silent, make_own_scratch
 from bootseer.served.folders import RUN, is_alive, new_mount_dir
 from bootseer.served.processes import TREE, Process, start
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.served.ready_socket import add_ready_names
+from bootseer.served.users import join, lingering_mounts
 from bootseer.settings.config import Settings
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def prepare_container(
         runs_as = image.record.config.user if user is None else user
         try:
             fingerprint = _fingerprint_of(settings, image.record.identity, owner)
-            has_other = any(lingering(settings.run_dir, RUN, settings.job))
+            has_other = any(lingering_mounts(settings.run_dir, RUN, settings.job))
             how = "changed" if has_other else "mounted"
             live = _take_over(settings, image, fingerprint)
             if live is not None:
@@ -304,7 +304,7 @@ def _take_over(settings: Settings, resolved: FoundImage, fingerprint: str) -> Mo
 
     A server that does not answer is ended. Return None if there is no such tree. Never raises.
     """
-    for state_dir, state in lingering(settings.run_dir, RUN):
+    for state_dir, state in lingering_mounts(settings.run_dir, RUN):
         if state.fingerprint != fingerprint:
             continue
         try:
@@ -312,7 +312,7 @@ def _take_over(settings: Settings, resolved: FoundImage, fingerprint: str) -> Mo
         except BootseerError as error:
             _log.info("the tree on %s cannot be used again: %s", state.directory, error)
             with contextlib.suppress(OSError):
-                end_silent(state_dir, state)
+                kill_silent(state_dir, state)
             continue
         if find_mount(Path(state.directory)) is not None and join(state_dir, None, os.getpid()):
             resolved.release()

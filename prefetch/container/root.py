@@ -19,7 +19,7 @@ from bootseer.linux import namespaces
 from bootseer.linux.namespaces import MS_BIND, MS_REC
 from bootseer.linux.overlay import mount_layers
 from bootseer.linux.root_paths import resolve_in_root
-from bootseer.served.covers import container_source
+from bootseer.served.overlays import container_source
 
 _log = logging.getLogger(__name__)
 

@@ -190,7 +190,7 @@ def _child(work: Callable[[], object], parent: int, report_fd: int) -> NoReturn:
     try:
         namespaces.die_with_parent(parent)
         # A traced process stops once it has become the program (execve(2)).
-        namespaces.be_traced()
+        namespaces.trace_me()
         work()
     except BaseException as error:
         os.write(report_fd, to_line(encode_error(error, "the run")).encode("ascii"))

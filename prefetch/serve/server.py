@@ -46,12 +46,12 @@ from bootseer.prefetch.serve.figures import (
 from bootseer.prefetch.serve.plan import ENVIRONMENT, READAHEAD_BYTES, SUBTYPE, ServePlan
 from bootseer.prefetch.serve.start import Start
 from bootseer.prefetch.serve.tree_fs import TreeFileSystem
-from bootseer.served import cover_users
+from bootseer.served import users
 from bootseer.served.control import ControlServer
 from bootseer.served.ending import end_runc, is_in_use
 from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.served.folders import RUN, write_state
-from bootseer.served.life import living
+from bootseer.served.life import hold_folder
 from bootseer.served.processes import TREE, Report, serve
 from bootseer.served.supervision.heartbeat import silence_for
 from bootseer.served.supervision.supervisor import supervise
@@ -102,7 +102,7 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
 
     `await_index` returns once the index is in the node's cache. Raises: BootseerError.
     """
-    with living(plan.state_dir, plan.state) as life:
+    with hold_folder(plan.state_dir, plan.state) as life:
         plan = replace(plan, state=life.state)
         state = plan.state
         remove_spare_indexes(plan.settings.run_dir)
@@ -254,24 +254,24 @@ class ImageServer:
         Raises: OSError.
         """
         state_dir = self._plan.state_dir
-        if cover_users.is_kept(state_dir):
+        if users.is_kept(state_dir):
             return
         # A worker that is restarted after the end of the first user watches the next one.
-        self._control.watch(cover_users.next_user(state_dir) or user, self._user_ended)
+        self._control.watch(users.next_user(state_dir) or user, self._user_ended)
 
     def _user_ended(self) -> None:
         state_dir = self._plan.state_dir
         is_container = self._plan.state.purpose == RUN
         if is_container:
             end_runc(state_dir)
-        next_user = cover_users.last_user if is_container else cover_users.leave
+        next_user = users.last_user if is_container else users.unmount_if_unused
         while (user := next_user(state_dir)) is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._control.watch(user, self._user_ended)
                 # The next user is another job: its reads are no part of this start.
                 self._end_start()
                 return
-        if not cover_users.is_kept(state_dir):
+        if not users.is_kept(state_dir):
             self._unmount()
 
     def _unmount(self) -> None:

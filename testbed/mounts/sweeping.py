@@ -8,8 +8,8 @@ from pathlib import Path
 from bootseer.errors import BootseerError
 from bootseer.linux import mount_table
 from bootseer.prefetch.publish.publishing import wait_published
-from bootseer.served.covers import covers, uncover
 from bootseer.served.folders import live_mounts
+from bootseer.served.overlays import overlays, unmount_overlay
 from bootseer.settings.config import Settings
 from testbed.mounts.fuse_mount import clear_mount
 
@@ -23,10 +23,10 @@ def sweep(top: Path, *nodes: Settings) -> None:
     """
     for node in nodes:
         wait_published(node, _PUBLISHED_S)
-    for cover in reversed(covers()):
+    for cover in reversed(overlays()):
         if cover.path.is_relative_to(top):
             with contextlib.suppress(BootseerError):
-                uncover(cover)
+                unmount_overlay(cover)
     for mount in reversed(mount_table.fuse_mounts()):
         if mount.path.is_relative_to(top):
             clear_mount(mount.path)

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from bootseer.errors import BusyError, InvalidInputError
 from bootseer.served.control import ask
-from bootseer.served.covers import cover_at
 from bootseer.served.folders import live_mounts
+from bootseer.served.overlays import overlay_at
 from bootseer.served.processes import TREE, start
 from bootseer.snapshots.archive import create_snapshot
 from bootseer.snapshots.environment import run_setup
@@ -44,12 +44,12 @@ def test_a_mounted_tree_is_the_original(tmp_path: Path, covering: MakeNode) -> N
     assert (result.how, result.mode) == ("restored", node.restore_mode)
     assert result.mode_reason in said[-1]
     assert result.moved_bytes < 100_000 or result.mode == "link"
-    assert cover_at(target) is not None
+    assert overlay_at(target) is not None
     assert differences(original, describe(target)) == []
     again = run_setup(node, request)
     assert (again.how, again.mode) == ("in place", node.restore_mode)
     unmount_snapshot(node, target)
-    assert cover_at(target) is None
+    assert overlay_at(target) is None
     assert list(target.iterdir()) == []
     wait_gone(node)
 
@@ -189,7 +189,7 @@ def test_a_server_that_was_begun_ahead_serves_the_mount(
     node = replace(node, restore_mode="mount")
     with start(TREE, node.run_dir) as process:
         restore_snapshot(node, key, process=process)
-        cover = cover_at(target)
+        cover = overlay_at(target)
         assert cover is not None
         assert cover.id == process.identity
     assert (target / "file").read_text() == "content"

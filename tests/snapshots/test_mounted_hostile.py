@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from bootseer.blob.index import codec as index
 from bootseer.blob.keys import index_key
 from bootseer.errors import CorruptError
-from bootseer.served.covers import cover_at
 from bootseer.served.folders import mounts_dir
+from bootseer.served.overlays import overlay_at
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.archive import create_snapshot
 from bootseer.snapshots.manifest import Stored
@@ -51,7 +51,7 @@ def test_hostile_names_are_never_shown(
     try:
         with pytest.raises(CorruptError, match=problem):
             restore_snapshot(node, manifest.fingerprint)
-        assert cover_at(target) is None
+        assert overlay_at(target) is None
         assert not target.exists()
         # The server removes its folder last, when its end is already known.
         wait_for(lambda: not list(mounts_dir(node.run_dir).iterdir()), "the folder's end")

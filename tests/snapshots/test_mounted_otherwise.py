@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.served.covers import cover_at
 from bootseer.served.folders import mounts_dir
+from bootseer.served.overlays import overlay_at
 from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.mounted import unmount_snapshot
 from testbed.mounts.snapshot_mounts import WAIT_S, servers, wait_gone
@@ -112,7 +112,7 @@ def test_a_snapshot_whose_blob_is_gone_is_made_anew(tmp_path: Path, mounting: Ma
         if path.is_file():
             path.write_bytes(path.read_bytes()[:-1])
     assert run_setup(mounting("b"), request).how == "captured"
-    assert cover_at(target) is None
+    assert overlay_at(target) is None
     shutil.rmtree(target)
     assert run_setup(mounting("c"), request).mode == "mount"
 

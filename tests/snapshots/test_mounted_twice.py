@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.linux.processes import ProcessId
-from bootseer.served.cover_users import add_user, leave
-from bootseer.served.covers import covers, parse_covers
 from bootseer.served.folders import mounts_dir
+from bootseer.served.overlays import overlays, parse_overlays
+from bootseer.served.users import add_user, unmount_if_unused
 from bootseer.settings.config import Settings
 from testbed.mounts.snapshot_mounts import WAIT_S, wait_gone
 from testbed.waiting import wait_for
@@ -53,7 +53,7 @@ def _captured(node: Settings, target: Path, count: int) -> None:
 
 
 def _is_left(target: Path) -> bool:
-    return any(cover.path == target for cover in covers())
+    return any(cover.path == target for cover in overlays())
 
 
 @pytest.mark.parametrize(("end", "count"), [("exit", 2), ("kill", 3)])
@@ -68,7 +68,7 @@ def test_nothing_is_left_of_several_set_ups_on_one_folder(
         assert job.stdin is not None
         _wait_ready(job)
         assert len(list(target.iterdir())) == count
-        assert sum(cover.path == target for cover in covers()) >= 2
+        assert sum(cover.path == target for cover in overlays()) >= 2
         if end == "kill":
             job.kill()
         job.stdin.close()
@@ -89,12 +89,12 @@ def test_a_mount_below_one_that_is_used_is_waited_for(tmp_path: Path, covering: 
     node = covering("b")
     with _job(node, target, 2) as job, subprocess.Popen(["sleep", "600"]) as other:
         _wait_ready(job)
-        lower, upper = (cover for cover in covers() if cover.path == target)
+        lower, upper = (cover for cover in overlays() if cover.path == target)
         assert (lower.is_topmost, upper.is_topmost) == (False, True)
         add_user(mounts_dir(node.run_dir) / upper.id, other.pid)
         job.kill()
         job.wait(WAIT_S)
-        assert leave(mounts_dir(node.run_dir) / lower.id) == ProcessId.of(other.pid)
+        assert unmount_if_unused(mounts_dir(node.run_dir) / lower.id) == ProcessId.of(other.pid)
         assert (target / "file1").read_text() == "1\n"
         other.kill()
         other.wait(WAIT_S)
@@ -106,7 +106,7 @@ def test_what_lies_on_top_is_told_by_the_mounts_numbers() -> None:
     """Mounts that propagate from another namespace go below existing ones, but are listed last."""
     line = "%d %d 0:40 / /env rw - overlay bootseer-cover:%s rw\n"
     table = (line % (12, 20, "first") + line % (20, 1, "came-in-later")).encode()
-    assert [(one.id, one.is_topmost) for one in parse_covers(table)] == [
+    assert [(one.id, one.is_topmost) for one in parse_overlays(table)] == [
         ("first", True),
         ("came-in-later", False),
     ]

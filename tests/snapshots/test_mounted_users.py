@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from bootseer.linux.processes import start_time
 from bootseer.served.control import ask
-from bootseer.served.cover_users import add_user, join
-from bootseer.served.covers import cover_at
 from bootseer.served.folders import live_mounts, take_lock
+from bootseer.served.overlays import overlay_at
+from bootseer.served.users import add_user, join
 from bootseer.settings.config import Settings
 from bootseer.snapshots import mounted
 from bootseer.snapshots.environment import SetupResult, run_setup
@@ -93,7 +93,7 @@ def test_a_job_that_comes_and_goes_does_not_end_what_was_to_stay(
     # A new worker, whose first user has ended, does not end, either.
     os.kill(int(ask(state_dir, "status")["worker_pid"]), signal.SIGKILL)
     assert run_program(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
-    assert cover_at(target) is not None
+    assert overlay_at(target) is not None
     unmount_snapshot(node, target)
     wait_gone(node)
 
@@ -175,13 +175,13 @@ def test_a_killed_server_is_cleaned_up_where_it_has_mounted(
     words = [sys.executable, "-c", code + "print(sweep(pathlib.Path(sys.argv[1])))"]
     apart = ["unshare", "--mount", *words, str(node.run_dir)]
     assert done_by(apart, environment_of(node)).stdout == "0\n"
-    assert cover_at(target) is not None
+    assert overlay_at(target) is not None
     assert state_dir.exists()
     assert run_setup(node, request).how == "restored"
     assert not state_dir.exists()
     (target / "new").write_text("can be written")
     unmount_snapshot(node, target)
-    assert cover_at(target) is None
+    assert overlay_at(target) is None
     wait_gone(node)
 
 

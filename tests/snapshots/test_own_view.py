@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from bootseer.errors import BusyError, exit_code_of
 from bootseer.linux.processes import start_time
-from bootseer.served.covers import covers
 from bootseer.served.folders import live_mounts, mounts_dir
+from bootseer.served.overlays import overlays
 from bootseer.settings.config import Settings
 from bootseer.snapshots.archive import create_snapshot
 from bootseer.snapshots.environment import run_setup
@@ -84,7 +84,7 @@ def test_jobs_with_different_set_ups_have_their_own(
             assert _seen_by(two, target / "d/file") == "other\n"
             two.end()
     wait_gone(node)
-    assert not any(cover.path == target for cover in covers())
+    assert not any(cover.path == target for cover in overlays())
     # Its state is removed first.
     wait_for(lambda: not any(mounts_dir(node.run_dir).iterdir()), "the end of its folder")
     # Changes by the second job were its own.
@@ -154,7 +154,7 @@ def test_a_job_keeps_its_environment_when_what_keeps_it_is_killed(
             assert _seen_by(two, target / "d/file") == "hello\n"
             two.end()
     assert run_setup(node, request).how == "restored"
-    assert [cover.path for cover in covers()] == [target]
+    assert [cover.path for cover in overlays()] == [target]
 
 
 @two_modes

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UnsupportedError
-from bootseer.linux.root_paths import Place
+from bootseer.linux.root_paths import WorkingDirectory
 from bootseer.snapshots import python as asking
 from bootseer.snapshots.commands import hints_of
 from bootseer.snapshots.key import Request, resolve, run_plainly
@@ -140,7 +140,7 @@ def test_the_python_of_a_console_script(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_text(f"{first}\n")
         (tmp_path / name).chmod(0o755)
-    place = Place(tmp_path, "/opt")
+    place = WorkingDirectory(tmp_path, "/opt")
     path = "/usr/bin:/opt/env/bin"
     assert find_python(place, ["/opt/env/bin/pip"], path) == "/opt/env/bin/python3"
     assert find_python(place, ["env/bin/pip"], path) == "/opt/env/bin/python3"

@@ -45,7 +45,7 @@ from bootseer.kubernetes.pod_stages import pod_timeline, start_of_volume
 from bootseer.linux.private_files import private_directory, read_private_file, write_private_file
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
 from bootseer.served.processes import SPAWNER
-from bootseer.served.spawner import answers
+from bootseer.served.spawner import is_answering
 from bootseer.settings.config import Settings
 
 
@@ -387,7 +387,7 @@ class Driver:
         servers that no volume uses are ended.
         """
         spawner = os.environ.get(SPAWNER)
-        if spawner and not answers(Path(spawner)):
+        if spawner and not is_answering(Path(spawner)):
             # Without the spawner, servers would be children of this process and end with it.
             return
         for record in list(self._records.all()):

@@ -1,12 +1,14 @@
-"""Kept caches: what the first start of a job compiles, had by every later start before its command.
+"""Kept caches: files that compilers and frameworks made in one start, restored before later starts.
 
-- `known`: the caches that frameworks name by variables; `machine`, `packages`: what decides whether
-  their files can be used; `finding`: the caches of one start, each with its key
-- `contents`, `units`: what of a folder is kept, and what of that belongs together
-- `restoring`: from the store into the folder; `publishing`: the next generation, by one node
-- `duty`: when the attendant publishes; `records`: what this node knows of caches
-- `run`: the stage of a start; `commands`: what people ask
+- `known`: the caches that frameworks name by environment variables
+- `machine`, `packages`: facts about the node that decide whether a cached file can be used
+- `finding`: the caches of one start, each with its key
+- `contents`, `units`: which files of a folder are kept, and which of them belong together
+- `restoring`: store to folder; `publishing`: folder to store, by one node at a time
+- `run`: the stage of a start; `duty`: publishing by the attendant
+- `records`: notes about caches on this node; `commands`: `bootseer cache`
 
-A generation is a snapshot of one directory (`bootseer.snapshots.catalogue`) whose key has a part
-called `cache`, so the store's formats, its collector and the extraction are those of snapshots.
+One published state of a cache is called a generation. It is a snapshot of one directory
+(`bootseer.snapshots.catalogue`) whose key has a part named `cache`, so that the store's formats,
+its garbage collector and the extraction are those of snapshots.
 """

@@ -1,6 +1,6 @@
-"""What people ask of kept caches: which there are, whether they are of use, and why not.
+"""Operations of `bootseer cache`: list, explain, import and delete kept caches.
 
-Reads store and node; `import_cache` and `delete` write to the store. Main thread.
+Reads the store and the node; `import_cache` and `delete` write to the store. Main thread.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,8 +9,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.errors import InvalidInputError, NotFoundError
-from bootseer.launch.caches.finding import Cache, Job, Wish, find_caches
-from bootseer.launch.caches.records import Record, read_record, records
+from bootseer.launch.caches.finding import Cache, CacheJob, KeepRequest, find_caches
+from bootseer.launch.caches.records import CacheRecord, read_record, records
 from bootseer.launch.caches.restoring import generation
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
@@ -21,46 +21,46 @@ from bootseer.snapshots.manifest import Manifest
 from bootseer.store import Store
 
 
-class Listed(Struct, frozen=True):
-    """A cache that the store has, or that this node knows of."""
+class ListedCache(Struct, frozen=True):
+    """A cache that the store has, or that this node has a record of."""
 
     key: str
     name: str
     generation: Manifest | None
-    """The newest generation; None: the store has none."""
-    record: Record | None
-    """What this node knows of it."""
+    """Newest generation; None: the store has none."""
+    record: CacheRecord | None
+    """This node's record of the cache."""
 
 
-class Explained(Struct, frozen=True):
-    """One cache of a command: whether a start would have it, and if not, why."""
+class ExplainedCache(Struct, frozen=True):
+    """State of one cache of a command: whether a start would find it and, if not, the reason."""
 
     cache: Cache
     generation: Manifest | None
-    record: Record | None
+    record: CacheRecord | None
     nearest: Manifest | None
-    """Of a miss, the generation of the same cache that differs least."""
+    """If there is no generation: the one of the same cache whose key differs least."""
     differences: tuple[Difference, ...]
 
     @property
     def reason(self) -> str:
-        """Returns a sentence for people."""
+        """Sentence for people that says whether a start would find the cache."""
         if self.generation is not None:
             return f"the store has {self.generation.file_count} names, by {self.generation.node}"
         if self.nearest is None:
             return f"the store has no cache called {self.cache.name}"
         names = ", ".join(one.part for one in self.differences)
-        return f"the nearest, by {self.nearest.node}, differs in {names}"
+        return f"the most similar one, by {self.nearest.node}, differs in {names}"
 
 
-def list_caches(settings: Settings, store: Store) -> Iterator[Listed]:
-    """The caches of the store, newest first, then those that only this node knows of."""
+def list_caches(settings: Settings, store: Store) -> Iterator[ListedCache]:
+    """Yield the caches of the store, newest first, then those that only this node has."""
     known = {record.key: record for record in records(settings.cache_dir)}
     for manifest in _generations(store):
         record = known.pop(manifest.fingerprint, None)
-        yield Listed(manifest.fingerprint, manifest.cache, manifest, record)
+        yield ListedCache(manifest.fingerprint, manifest.cache, manifest, record)
     for record in known.values():
-        yield Listed(record.key, record.name, None, record)
+        yield ListedCache(record.key, record.name, None, record)
 
 
 def _generations(store: Store) -> Iterator[Manifest]:
@@ -68,21 +68,23 @@ def _generations(store: Store) -> Iterator[Manifest]:
 
 
 def find_generation(store: Store, text: str) -> Manifest:
-    """The newest generation of the cache with this key, or start of a key.
+    """Return the newest generation of the cache whose key is, or begins with, `text`.
 
     Raises: NotFoundError, InvalidInputError.
     """
     manifest = catalogue.find(store, text)
     if not manifest.cache:
-        raise NotFoundError(f"{text} is a snapshot and no kept cache; see `snapshot show`")
+        raise NotFoundError(f"{text} is a snapshot, not a kept cache; see `snapshot show`")
     return manifest
 
 
-def explain(settings: Settings, store: Store, wish: Wish, job: Job) -> list[Explained]:
-    """What a start of the job on this host would find. Changes nothing."""
+def explain(
+    settings: Settings, store: Store, request: KeepRequest, job: CacheJob
+) -> list[ExplainedCache]:
+    """Return the state of each cache that a start of the job on this host would use."""
     found = []
     stored: list[Manifest] | None = None
-    for cache in find_caches(settings, wish, job):
+    for cache in find_caches(settings, request, job):
         newest = generation(store, cache.key)
         near: Manifest | None = None
         differences: tuple[Difference, ...] = ()
@@ -91,7 +93,9 @@ def explain(settings: Settings, store: Store, wish: Wish, job: Job) -> list[Expl
             near = nearest(cache.parts, (one for one in stored if one.cache == cache.name))
             differences = compare_parts(near.parts, cache.parts) if near else ()
         record = read_record(settings.cache_dir, cache.key)
-        found.append(Explained(cache, newest[0] if newest else None, record, near, differences))
+        found.append(
+            ExplainedCache(cache, newest[0] if newest else None, record, near, differences)
+        )
     return found
 
 
@@ -100,15 +104,15 @@ def import_cache(
     store: Store,
     archive: Path,
     name: str,
-    wish: Wish,
-    job: Job,
+    request: KeepRequest,
+    job: CacheJob,
     on_progress: Callable[[int], None],
 ) -> Manifest:
-    """Make what an archive holds the newest generation of the cache `name` of a job on this host.
+    """Publish the contents of an archive as the newest generation of the cache `name` of a job.
 
-    Raises: InvalidInputError where the job has no such cache; as `archive.import_archive`.
+    Raises: InvalidInputError if the job has no such cache; as `archive.import_target`.
     """
-    caches = {cache.name: cache for cache in find_caches(settings, wish, job)}
+    caches = {cache.name: cache for cache in find_caches(settings, request, job)}
     if name not in caches:
         known = ", ".join(caches) or "none"
         raise InvalidInputError(f"the command has no cache called {name!r}; it has {known}")
@@ -120,10 +124,7 @@ def import_cache(
 
 
 def delete(store: Store, text: str) -> Manifest:
-    """Take a cache's newest generation out of the store; `gc` then removes its content.
-
-    Raises: as `find_generation`.
-    """
+    """Delete a cache's newest generation from the store. Raises: as `find_generation`."""
     manifest = find_generation(store, text)
     store.delete(catalogue.manifest_key(manifest.fingerprint))
     return manifest

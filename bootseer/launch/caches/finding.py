@@ -1,8 +1,9 @@
-"""The caches of one start: where each lies, what it is called, and the key under which it is kept.
+"""Search for the caches of one start: the location, name and key of each.
 
-Alone decides which folders are kept, which variables are set, and of which parts a key is made. The
-key is what decides whether a file can be used, so a cache of another compiler, driver, processor or
-package is another one, and nothing is mixed across keys. Looks at the machine, changes nothing.
+This module alone decides which folders are kept, which variables are set, and which parts make a
+key. The key decides whether a file can be used: a cache made by another compiler, driver, processor
+or package version has another key, and files of two keys are never mixed. Reads the machine's state
+and changes nothing.
 """
 
 import hashlib
@@ -21,13 +22,13 @@ from bootseer.launch.caches.known import (
     GPU,
     KNOWN,
     USER_CHANGERS,
-    Known,
+    KnownCache,
     data_cache_path,
 )
 from bootseer.launch.caches.machine import compiler_parts, cpu_parts, gpu_parts, vendors
 from bootseer.launch.caches.packages import Python, python_of
 from bootseer.launch.caches.records import own_folder
-from bootseer.linux.root_paths import Place
+from bootseer.linux.root_paths import WorkingDirectory
 from bootseer.settings.config import Settings
 from bootseer.snapshots.manifest import CACHE
 from bootseer.snapshots.parts import Part, fingerprint
@@ -37,90 +38,92 @@ if TYPE_CHECKING:
     from bootseer.snapshots.python import Runner
 
 _INSIDE = "/run/bootseer/caches"
-"""Where a container sees the folders that we name. Not where they are on the host: a user other
-than root may not get there, and the path, which files of a cache name, is the same everywhere."""
+"""Path in a container of the folders that Bootseer names.
+
+Not their path on the host, which a user other than root may be unable to reach. Being the same on
+every node, the path may occur in a cache's files.
+"""
 _SHARED_KINDS = frozenset(
     b"nfs nfs4 lustre ceph cifs smb3 beegfs gpfs glusterfs 9p virtiofs afs wekafs panfs".split()
 )
 
 
-class Wish(Struct, frozen=True):
-    """What a start was asked to keep."""
+class KeepRequest(Struct, frozen=True):
+    """Directories and kinds of caches that a start was asked to keep."""
 
     directories: tuple[str, ...] = ()
     automatic: bool = True
-    """Also the caches that frameworks name by variables."""
+    """Whether to keep the caches that frameworks name by variables, too."""
 
 
-class Job(Struct, frozen=True):
-    """The command whose caches are looked for, and where it runs."""
+class CacheJob(Struct, frozen=True):
+    """A command whose caches are looked for, and the environment that it runs in."""
 
     command: tuple[str, ...]
     environ: Mapping[str, str]
     root: Path = field(default_factory=lambda: Path("/"))
     directory: str = ""
-    """Where it starts, inside the root; empty: here."""
+    """Working directory, inside the root; empty: this process's."""
     base: str = ""
-    """The identity of its image; empty: BOOTSEER_IMAGE."""
+    """Identity of the image; empty: the value of BOOTSEER_IMAGE."""
     runner: "Runner | None" = None
-    """Runs a program there; None: this process does."""
+    """Runs a program in the job's root; None: run it as a child of this process."""
     binds: tuple[tuple[str, Path], ...] = ()
-    """Of an image: where it sees folders of this host."""
+    """Of an image: pairs of a path in the container and the bound folder of this host."""
 
     @property
     def is_image(self) -> bool:
-        """Whether it runs in a root of its own."""
+        """Whether the job runs in a root of its own."""
         return self.root != Path("/")
 
     @property
-    def place(self) -> Place:
-        """How its paths are found on this host."""
-        return Place(self.root, self.directory or str(Path.cwd()))
+    def place(self) -> WorkingDirectory:
+        """Working directory, for finding the job's paths on this host."""
+        return WorkingDirectory(self.root, self.directory or str(Path.cwd()))
 
 
 class Cache(Struct, frozen=True, kw_only=True):
-    """One folder that is kept."""
+    """A folder to keep between starts, with its key."""
 
     name: str
-    """The variable that names it, or its path."""
+    """Name of the variable for the folder, or the folder's path."""
     path: str
-    """Where the job sees it."""
+    """Path at which the job sees the folder."""
     folder: Path
-    """Where it lies on this host."""
+    """The folder on this host."""
     is_ours: bool
-    """Nobody else writes there: all that it holds was made under its key."""
+    """Whether only Bootseer chose the folder, so that all its files were made under this key."""
     sets: bool
     """Whether the variable is to be set to the path."""
     parts: tuple[Part, ...]
 
     @property
     def key(self) -> str:
-        """The fingerprint of its parts."""
+        """Fingerprint of the parts."""
         return fingerprint(self.parts)
 
     @property
     def target(self) -> bytes:
-        """Its path, as a snapshot's target."""
+        """Path as the target of a snapshot."""
         return target_path(self.path, "/")
 
 
-def find_caches(settings: Settings, wish: Wish, job: Job) -> list[Cache]:
-    """The caches of a start, one for each folder, in the order of their names.
+def find_caches(settings: Settings, request: KeepRequest, job: CacheJob) -> list[Cache]:
+    """Return the caches of a start, one for each folder, ordered by name.
 
-    Raises: InvalidInputError for a folder that cannot be one.
+    Raises: InvalidInputError for a named folder that cannot be kept.
     """
     finder = _Finder(settings, job)
-    found = [finder.named(text) for text in wish.directories]
-    # Behind these the job is another user's, or elsewhere.
+    found = [finder.from_option(text) for text in request.directories]
     changes_user = {os.path.basename(word) for word in job.command[:3]} & USER_CHANGERS
-    if wish.automatic and not changes_user:
+    if request.automatic and not changes_user:
         found += finder.automatic()
     by_path = {cache.path: cache for cache in reversed(found)}
     return sorted(by_path.values(), key=lambda cache: cache.name)
 
 
 class _Finder:
-    def __init__(self, settings: Settings, job: Job) -> None:
+    def __init__(self, settings: Settings, job: CacheJob) -> None:
         self._settings = settings
         self._job = job
         self._place = job.place
@@ -132,16 +135,16 @@ class _Finder:
         if self._python is not None:
             self._versions = self._python.versions(ALL_PACKAGES)
 
-    def named(self, text: str) -> Cache:
-        """A folder that `--keep` names."""
+    def from_option(self, text: str) -> Cache:
+        """Return the cache for a folder that `--keep` names."""
         path = os.fsdecode(target_path(text, self._place.directory))
         return self._at(path, path, ALL_PACKAGES, EVERYTHING)
 
     def automatic(self) -> list[Cache]:
-        """The caches that frameworks name by variables, and Megatron-LM by an option."""
+        """Return the caches that frameworks name by variables, and the one of Megatron-LM."""
         found = []
         for known in KNOWN:
-            if (cache := self._known(known)) is not None:
+            if (cache := self._from_table(known)) is not None:
                 found.append(cache)
         if path := data_cache_path(self._job.command):
             path = os.fsdecode(target_path(path, self._place.directory))
@@ -149,7 +152,7 @@ class _Finder:
                 found.append(self._at(path, path, ("megatron-core", "numpy"), frozenset()))
         return found
 
-    def _known(self, known: Known) -> Cache | None:
+    def _from_table(self, known: KnownCache) -> Cache | None:
         environ = self._job.environ
         named = environ.get(known.variable, "")
         if not self._is_of_use(known):
@@ -163,9 +166,9 @@ class _Finder:
             return None
         if known.ordinary and self._is_filled(known.ordinary):
             return None
-        return self._ours(known)
+        return self._in_own_folder(known)
 
-    def _is_of_use(self, known: Known) -> bool:
+    def _is_of_use(self, known: KnownCache) -> bool:
         if known.vendor and known.vendor not in vendors(self._gpu):
             return False
         return not known.packages or any(name in self._versions for name in known.packages)
@@ -178,8 +181,8 @@ class _Finder:
             return False
 
     def _is_shared(self, path: str) -> bool:
-        """Whether all nodes see the folder already: what lies there is kept as it is."""
-        from bootseer.linux import mount_table  # here: few have named a folder
+        """Return whether the folder is on a file system that other nodes see, too."""
+        from bootseer.linux import mount_table  # here, since few jobs name a folder
 
         folder = self._host(path)
         while not folder.is_dir() and folder != folder.parent:
@@ -189,7 +192,6 @@ class _Finder:
         return bool(kinds & _SHARED_KINDS) or any(kind.startswith(b"fuse") for kind in kinds)
 
     def _host(self, path: str) -> Path:
-        """Where the job's path lies on this host."""
         for target, source in self._job.binds:
             if PurePosixPath(path).is_relative_to(target):
                 return source / PurePosixPath(path).relative_to(target)
@@ -223,8 +225,7 @@ class _Finder:
             )
         return self._facts[fact]
 
-    def _ours(self, known: Known) -> Cache:
-        """In a folder of ours, which nobody has named."""
+    def _in_own_folder(self, known: KnownCache) -> Cache:
         parts = self._parts(known.variable, known.decided_by, known.facts)
         short = known.variable.lower().replace("_", "-")
         folder = own_folder(self._settings.cache_dir, fingerprint(parts), short)
@@ -239,10 +240,10 @@ class _Finder:
         )
 
     def _at(self, name: str, path: str, packages: Sequence[str], facts: frozenset[str]) -> Cache:
-        """At a path that somebody has named."""
+        """Return the cache at a path that the job, or its user, has named."""
         parts = [*self._parts(name, packages, facts), Part("folder", path)]
         folder = self._host(path)
-        # A root of an image goes with its job: there the folder is ours, and bound.
+        # The root of an image is removed after its job, so the folder is Bootseer's, bound there.
         is_ours = self._job.is_image and not self._is_bound(path)
         if is_ours:
             short = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]

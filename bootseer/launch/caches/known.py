@@ -1,63 +1,68 @@
-"""The caches that frameworks name by variables. Pure (no I/O).
+"""Table of the caches that frameworks name by environment variables. Pure (no I/O).
 
-Each entry says which packages have to be there for the cache to be of use, and what decides whether
-a file in it can be used. cuDNN and NCCL are not here: cuDNN writes no cache of files, and what NCCL
-finds out about a node's topology costs less to find than to fetch, and holds for that node alone.
+An entry says which packages must be installed for the cache to be of use, and which facts decide
+whether a cached file can be used. cuDNN and NCCL have no entry: cuDNN writes no cache files, and
+NCCL's findings about a node's topology hold for that node alone and cost less to find than to
+fetch.
 """
 
 from msgspec import Struct
 
 CPU, GPU, COMPILER = "cpu", "gpu", "compiler"
-"""What may decide beside packages: the instruction set; the GPUs and their driver; compilers."""
+"""Facts beside package versions: instruction set; GPUs and their driver; compilers."""
 EVERYTHING = frozenset({CPU, GPU, COMPILER})
 
 _TRITON = ("triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
 _TORCH = ("torch", *_TRITON)
 
 
-class Known(Struct, frozen=True, kw_only=True):
-    """One cache of one framework."""
+class KnownCache(Struct, frozen=True, kw_only=True):
+    """A cache of a framework."""
 
     variable: str
     packages: tuple[str, ...] = ()
-    """Of these one has to be installed (names as PEP 503 normalises them); (): none has to."""
+    """Packages of which one must be installed, by PEP 503 names; empty: none has to be."""
     decided_by: tuple[str, ...] = ()
-    """Packages whose versions decide whether a file can be used."""
+    """Packages whose versions decide whether a cached file can be used."""
     facts: frozenset[str] = EVERYTHING
     vendor: str = ""
-    """The maker of the GPU that has to be there: "nvidia", "amd", or any."""
+    """Maker of a GPU that must be present ("nvidia" or "amd"); empty: no GPU needed."""
     is_set: bool = True
-    """Whether the variable is set to a folder of ours where nobody has set it."""
+    """Whether Bootseer sets the variable, to a folder of its own, if nobody has set it."""
     instead: tuple[str, ...] = ()
-    """Variables that choose the folder as well: where one is set, ours is not."""
+    """Other variables for the folder; Bootseer sets its own only if none of these is set."""
     ordinary: str = ""
-    """The folder below HOME that is used without the variable, where it holds data that a job may
-    be unable to make again: where that is filled, the variable is left alone."""
+    """Default folder below HOME with data that a job may be unable to make again.
+
+    If the folder has contents, Bootseer leaves the variable alone.
+    """
 
 
 KNOWN = (
-    Known(variable="TORCHINDUCTOR_CACHE_DIR", packages=("torch",), decided_by=_TORCH),
-    Known(
+    KnownCache(variable="TORCHINDUCTOR_CACHE_DIR", packages=("torch",), decided_by=_TORCH),
+    KnownCache(
         variable="TRITON_CACHE_DIR", packages=_TRITON, decided_by=_TORCH, instead=("TRITON_HOME",)
     ),
-    Known(variable="TORCH_EXTENSIONS_DIR", packages=("torch",), decided_by=("torch", "deepspeed")),
-    Known(variable="CUDA_CACHE_PATH", facts=frozenset({GPU}), vendor="nvidia"),
-    Known(variable="MIOPEN_USER_DB_PATH", decided_by=_TORCH, vendor="amd"),
-    Known(variable="MIOPEN_CUSTOM_CACHE_DIR", decided_by=_TORCH, vendor="amd"),
-    Known(
+    KnownCache(
+        variable="TORCH_EXTENSIONS_DIR", packages=("torch",), decided_by=("torch", "deepspeed")
+    ),
+    KnownCache(variable="CUDA_CACHE_PATH", facts=frozenset({GPU}), vendor="nvidia"),
+    KnownCache(variable="MIOPEN_USER_DB_PATH", decided_by=_TORCH, vendor="amd"),
+    KnownCache(variable="MIOPEN_CUSTOM_CACHE_DIR", decided_by=_TORCH, vendor="amd"),
+    KnownCache(
         variable="NUMBA_CACHE_DIR",
         packages=("numba",),
         decided_by=("numba", "llvmlite", "numpy"),
         facts=frozenset({CPU, GPU}),
     ),
-    # Setting it turns the cache on, which is the program's decision.
-    Known(
+    # Setting this variable would turn the cache on, which is the program's decision.
+    KnownCache(
         variable="JAX_COMPILATION_CACHE_DIR",
         packages=("jax",),
         decided_by=("jax", "jaxlib"),
         is_set=False,
     ),
-    Known(
+    KnownCache(
         variable="HF_DATASETS_CACHE",
         packages=("datasets",),
         decided_by=("datasets", "pyarrow"),
@@ -68,10 +73,10 @@ KNOWN = (
 )
 
 MEGATRON_OPTION = "--data-cache-path"
-"""Megatron-LM names the folder of its dataset indexes by an option of its command."""
+"""Option by which a command of Megatron-LM names the folder of its dataset indexes."""
 
 ALL_PACKAGES = tuple(sorted({name for one in KNOWN for name in (*one.packages, *one.decided_by)}))
-"""What decides for a folder that `--keep` names: nobody knows what lies in it."""
+"""Packages that decide for a folder named by `--keep`, whose contents are not known."""
 
 USER_CHANGERS = frozenset(
     (
@@ -79,12 +84,14 @@ USER_CHANGERS = frozenset(
         *("docker", "podman", "apptainer", "singularity", "enroot", "srun", "ssh", "unshare"),
     )
 )
-"""Programs behind which the job is another user's, or on another root or node, where a folder of
-this user cannot be written to."""
+"""Programs that run their command as another user, in another root or on another node.
+
+Such a command may be unable to write to folders of this user.
+"""
 
 
 def data_cache_path(command: tuple[str, ...]) -> str:
-    """The folder that a command of Megatron-LM names for its indexes, or "". Pure."""
+    """Return the folder that a command of Megatron-LM names for its indexes, or "". Pure."""
     for word, behind in zip(command, (*command[1:], ""), strict=True):
         if word == MEGATRON_OPTION:
             return behind

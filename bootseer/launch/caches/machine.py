@@ -1,7 +1,7 @@
-"""What of this machine decides whether compiled code can be used: processor, GPUs, compilers.
+"""Facts about this machine that decide whether compiled code can be used: CPU, GPUs, compilers.
 
-Looks at /proc and /sys, and asks compilers for their version; changes nothing. Whatever cannot be
-told is told so, by a value of its own: it never counts as equal to something else. Stateless.
+Reads /proc and /sys, and runs compilers to get their version; changes nothing. A fact that cannot
+be found out gets a value of its own, which equals no other. Stateless.
 """
 
 import logging
@@ -17,15 +17,15 @@ from bootseer.snapshots.parts import Part
 
 if TYPE_CHECKING:
     from bootseer.snapshots.python import Runner
-from bootseer.linux.root_paths import Place
+from bootseer.linux.root_paths import WorkingDirectory
 
 _log = logging.getLogger(__name__)
 
 NONE = "none"
 _COMPILER_S = 5.0
 _OUTPUT_BYTES_MAX = 1 << 16
-# Flags that stand for instructions; others tell of the kernel's and the microcode's mitigations,
-# which differ between nodes that run the same code.
+# CPU flags that stand for instructions. Others stand for mitigations in the kernel and microcode,
+# which differ between nodes that can run the same code.
 _INSTRUCTIONS = (
     r"(ssse|sse|avx|amx|fma|bmi|f16c|v?aes|sha|v?pclmul|gfni|popcnt|abm|movbe|adx|rdrand|rdseed"
     r"|cmpxchg|cx16|lahf|xsave|movdir|serialize|sve|sme|asimd|neon|crc32|atomics|fp|i8mm|bf16)\w*"
@@ -34,7 +34,7 @@ _VERSION = re.compile(r"\d+(\.\d+)+")
 
 
 def cpu_parts(proc: Path = Path("/proc")) -> list[Part]:
-    """The processor's architecture, and the instructions that it has."""
+    """Return the CPU's architecture and the names of its instruction sets."""
     flags = ""
     try:
         with (proc / "cpuinfo").open(encoding="utf-8", errors="replace") as lines:
@@ -50,7 +50,7 @@ def cpu_parts(proc: Path = Path("/proc")) -> list[Part]:
 
 
 def gpu_parts(root: Path = Path("/")) -> list[Part]:
-    """The models of the GPUs, however many there are, and the version of their driver."""
+    """Return the models of the GPUs, each once, and the version of their driver."""
     models = {f"nvidia {one}" for one in _nvidia_models(root)}
     models |= {f"amd {one}" for one in _amd_targets(root)}
     return [
@@ -60,7 +60,7 @@ def gpu_parts(root: Path = Path("/")) -> list[Part]:
 
 
 def vendors(parts: list[Part]) -> set[str]:
-    """The makers of the GPUs that `gpu_parts` found. Pure."""
+    """Return the makers of the GPUs in `gpu_parts`. Pure."""
     text = next((part.value for part in parts if part.name == "gpu"), NONE)
     return {word.split()[0] for word in text.split(", ") if word != NONE}
 
@@ -97,8 +97,10 @@ def _text(path: Path) -> str:
         return ""
 
 
-def compiler_parts(place: Place, environ: Mapping[str, str], runner: "Runner | None") -> list[Part]:
-    """The versions of the compilers that frameworks call: CXX or g++, CC or gcc, CUDA's."""
+def compiler_parts(
+    place: WorkingDirectory, environ: Mapping[str, str], runner: "Runner | None"
+) -> list[Part]:
+    """Return the versions of the compilers that frameworks call: CXX or g++, CC or gcc, CUDA's."""
     search_path = environ.get("PATH") or os.defpath
     parts = []
     for variable, names in (("CXX", ("g++", "clang++")), ("CC", ("gcc", "clang"))):
@@ -114,20 +116,24 @@ def compiler_parts(place: Place, environ: Mapping[str, str], runner: "Runner | N
 def _compiler_version(program: str, environ: Mapping[str, str], runner: "Runner | None") -> str:
     words = [program, "--version"]
     try:
-        output = _said(words, environ) if runner is None else _said_inside(words, environ, runner)
+        output = (
+            _output(words, environ) if runner is None else _output_inside(words, environ, runner)
+        )
     except (OSError, ValueError) as error:
         _log.debug("cannot ask %s for its version: %s", program, error)
         output = b""
     line = output.decode("utf-8", "replace").partition("\n")[0]
     if not line:
         return f"unknown {program}"
-    # By whatever name it was called.
+    # The first word is the path by which the program was called: leave it out.
     return f"{program.rpartition('/')[2]} {line.partition(' ')[2]}".strip()
 
 
-def _said(words: Sequence[str], environ: Mapping[str, str]) -> bytes:
-    """What a program of this host prints. Without `subprocess`, whose import takes longer than a
-    compiler does. Raises: OSError."""
+def _output(words: Sequence[str], environ: Mapping[str, str]) -> bytes:
+    """Return the output of a program of this host, 64 KiB at most. Raises: OSError.
+
+    Without `subprocess`, whose import takes longer than a compiler does.
+    """
     ours, theirs = os.pipe2(os.O_CLOEXEC)
     try:
         try:
@@ -145,7 +151,7 @@ def _said(words: Sequence[str], environ: Mapping[str, str]) -> bytes:
             while wait_readable([ours], _COMPILER_S) and (piece := os.read(ours, 4096)):
                 output += piece[: _OUTPUT_BYTES_MAX - len(output)]
         finally:
-            # One that has closed its output and goes on is not waited for.
+            # A program that has closed its output but goes on running is killed.
             if reap(pid, _COMPILER_S) is None:
                 kill_child(pid)
     finally:
@@ -153,8 +159,7 @@ def _said(words: Sequence[str], environ: Mapping[str, str]) -> bytes:
     return output
 
 
-def _said_inside(words: Sequence[str], environ: Mapping[str, str], runner: "Runner") -> bytes:
-    """The same, of a program in an image. Raises: OSError, ValueError."""
+def _output_inside(words: Sequence[str], environ: Mapping[str, str], runner: "Runner") -> bytes:
     import subprocess
 
     try:
@@ -171,7 +176,7 @@ def _said_inside(words: Sequence[str], environ: Mapping[str, str], runner: "Runn
     return (done.stdout or b"")[:_OUTPUT_BYTES_MAX]
 
 
-def _cuda_toolkit(place: Place, environ: Mapping[str, str], search_path: str) -> str:
+def _cuda_toolkit(place: WorkingDirectory, environ: Mapping[str, str], search_path: str) -> str:
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = f"{home}/bin/nvcc"
     if not place.host(nvcc).is_file():

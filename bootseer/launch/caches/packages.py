@@ -1,7 +1,7 @@
-"""Which Python a command runs in, and which versions of which packages that has.
+"""The Python that a command runs in, and the versions of the packages installed for it.
 
-Told by names of folders alone, without starting that Python: a start without a cache should cost
-some listings of folders, and an import of torch costs seconds. Edge, stateless.
+Found by the names of folders alone, without starting that Python: a start without caches should
+cost a few listings of folders, and importing torch costs seconds. Edge, stateless.
 """
 
 import contextlib
@@ -15,28 +15,28 @@ from msgspec import Struct
 from bootseer.base.package_names import package_of
 from bootseer.errors import BootseerError
 from bootseer.launch.caches.known import ALL_PACKAGES, data_cache_path
-from bootseer.linux.root_paths import Place, find_program, resolve_in_root
+from bootseer.linux.root_paths import WorkingDirectory, find_program, resolve_in_root
 
 _PYTHON = re.compile(r"python(\d+(\.\d+t?)?)?")
 _FOLDERS = ("lib*/python3*/site-packages", "lib/python3*/dist-packages")
 _CONFIG_BYTES_MAX = 1 << 16
 _SCRIPT_BYTES_MAX = 256
-# Where the drivers of NVIDIA and AMD show that they have a GPU.
+# Paths that exist if the driver of NVIDIA or AMD has a GPU.
 _GPUS = ("/proc/driver/nvidia", "/sys/class/kfd")
 
 
 class Python(Struct, frozen=True):
-    """An interpreter, and where it finds packages."""
+    """A Python interpreter and its package folders."""
 
     path: str
-    """Where the job finds it."""
+    """Path of the interpreter as the job sees it."""
     version: str
-    """As its program is called: "python3.11"."""
+    """Name of the program, with its version: "python3.11"."""
     folders: tuple[Path, ...]
-    """Folders of packages, on this host."""
+    """Package folders, as paths on this host."""
 
     def versions(self, names: Iterable[str]) -> dict[str, str]:
-        """The versions of those of the packages `names` that are installed, by name."""
+        """Return the versions of the packages among `names` that are installed, by name."""
         wanted = set(names)
         found: dict[str, set[str]] = {}
         for folder in self.folders:
@@ -48,9 +48,14 @@ class Python(Struct, frozen=True):
         return {name: ", ".join(sorted(versions)) for name, versions in found.items()}
 
 
-def python_of(place: Place, command: Sequence[str], environ: Mapping[str, str]) -> Python | None:
-    """The Python that `command` runs in: a word of it that is one, or a script of one; else the
-    first in PATH, which shell scripts use."""
+def python_of(
+    place: WorkingDirectory, command: Sequence[str], environ: Mapping[str, str]
+) -> Python | None:
+    """Return the Python that `command` runs in; None if there is none.
+
+    The first word of the command that is an interpreter, or a script of one; else the first Python
+    in PATH, which shell scripts use.
+    """
     search_path = environ.get("PATH") or os.defpath
     found = (_python_in(place, word, search_path) for word in (*command, "python3", "python"))
     path = next(filter(None, found), None)
@@ -66,12 +71,11 @@ def python_of(place: Place, command: Sequence[str], environ: Mapping[str, str]) 
 
 
 def may_have_caches(command: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Whether a command of this host can have a cache that is kept by itself. Light: of what has
-    none, every start asks. Never raises."""
+    """Return whether a command of this host can have automatically kept caches. Never raises."""
     try:
-        python = python_of(Place(Path("/"), os.getcwd()), command, environ)
+        python = python_of(WorkingDirectory(Path("/"), os.getcwd()), command, environ)
     except (BootseerError, OSError):
-        return False  # the folder that the start is in has gone, for example
+        return False  # for example, the working directory was removed
     return (
         bool(python and python.versions(ALL_PACKAGES))
         or any(map(os.path.exists, _GPUS))
@@ -79,8 +83,8 @@ def may_have_caches(command: Sequence[str], environ: Mapping[str, str]) -> bool:
     )
 
 
-def _python_in(place: Place, word: str, search_path: str) -> str | None:
-    """The interpreter that a word of a command stands for, itself or in a script's first line."""
+def _python_in(place: WorkingDirectory, word: str, search_path: str) -> str | None:
+    """Return the interpreter that a word of a command names, or a script's first line."""
     program = find_program(place.root, word, search_path, place.directory)
     if program is None or _PYTHON.fullmatch(os.path.basename(program)):
         return program
@@ -92,7 +96,7 @@ def _python_in(place: Place, word: str, search_path: str) -> str | None:
     words = line.removeprefix("#!").split()
     if not line.startswith("#!") or not any(_PYTHON.fullmatch(os.path.basename(w)) for w in words):
         return None
-    # `env` looks in PATH, as does what has a path that is too long for a first line.
+    # `env python`, and a first line whose path would be too long, name the interpreter alone.
     named = next(w for w in words if _PYTHON.fullmatch(os.path.basename(w)))
     beside = os.path.join(os.path.dirname(program), "python3")
     candidates = (named if "/" in named else beside, named, beside)
@@ -100,8 +104,7 @@ def _python_in(place: Place, word: str, search_path: str) -> str | None:
     return next(filter(None, paths), None)
 
 
-def _prefixes(place: Place, path: str, real: Path) -> list[Path]:
-    """The folders that it may have packages in, below which it was installed."""
+def _prefixes(place: WorkingDirectory, path: str, real: Path) -> list[Path]:
     prefix = place.host(os.path.dirname(os.path.dirname(os.path.join(place.directory, path))))
     config = ""
     with contextlib.suppress(OSError):
@@ -121,7 +124,9 @@ def _folders_of(prefix: Path) -> list[Path]:
     return found
 
 
-def _user_folders(place: Place, prefixes: list[Path], environ: Mapping[str, str]) -> list[Path]:
+def _user_folders(
+    place: WorkingDirectory, prefixes: list[Path], environ: Mapping[str, str]
+) -> list[Path]:
     if any((prefix / "pyvenv.cfg").exists() for prefix in prefixes) or not environ.get("HOME"):
         return []
     return sorted(place.host(environ["HOME"]).glob(".local/lib/python3*/site-packages"))

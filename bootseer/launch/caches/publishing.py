@@ -1,8 +1,8 @@
-"""Makes the next generation of a cache: the last one, and what this node has beyond it.
+"""Publishing of a cache's next generation: the last one plus the new files of this node.
 
-Of the nodes that have something new one publishes, under a lease; the others then find that nothing
-of theirs is new any more. A killed publisher leaves nothing that can be seen, and its lease ends.
-Content that the last generation has is not stored again. One thread.
+One of the nodes that have new files publishes, under a lease; the others then find that their files
+are no longer new. A killed publisher leaves nothing visible, and its lease expires. Content of the
+last generation is not stored again. One thread.
 """
 
 import logging
@@ -12,9 +12,9 @@ import time
 from msgspec import Struct
 
 from bootseer.errors import BootseerError, BusyError, CorruptError, NotFoundError
-from bootseer.launch.caches.contents import Contents, look, only
+from bootseer.launch.caches.contents import Contents, only, read_contents
 from bootseer.launch.caches.finding import Cache
-from bootseer.launch.caches.restoring import bring_in, generation, tree_files
+from bootseer.launch.caches.restoring import extract_missing, generation, tree_files
 from bootseer.launch.caches.units import new_units, of_start, within
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
@@ -29,77 +29,76 @@ LEASE_S = 30.0
 _POLL_S = 0.5
 _ATTEMPTS = 5
 PUBLISHED, NOTHING_NEW, LEFT = "published", "nothing new", "left"
+"""Outcomes; LEFT: other nodes were publishing until the deadline."""
 
 
-class Published(Struct, frozen=True):
-    """What came of it."""
+class PublishResult(Struct, frozen=True):
+    """Outcome of publishing one cache."""
 
     how: str
-    """PUBLISHED, NOTHING_NEW, or LEFT, since others were publishing all the time."""
+    """PUBLISHED, NOTHING_NEW, LEFT, or "failed: " and the reason."""
     new_files: int = 0
-    new_bytes: int = 0
     stored_bytes: int = 0
     index: str = ""
 
 
-class Since(Struct, frozen=True):
-    """When what is looked at began."""
+class StartFacts(Struct, frozen=True):
+    """Facts about the start whose caches are published."""
 
     begun_ns: int
-    """This start: in a folder that is not ours, what is older is nobody's business."""
+    """Begin of the start; in a folder that others use, too, older files are left out."""
     read_until_ns: int = 0
-    """What was read between the beginning and then, was read by the job."""
+    """End of the time after the begin in which every read of a file was the job's."""
     is_damaged: bool = False
-    """What was the newest generation then could not be restored, since it is damaged."""
+    """Whether the newest generation at the begin was damaged, and could not be restored."""
 
 
 def publish(
-    settings: Settings, store: Store, cache: Cache, since: Since, *, wait_s: float
-) -> Published:
-    """Publish what is new in the cache's folder; others are waited for at most `wait_s`.
+    settings: Settings, store: Store, cache: Cache, facts: StartFacts, *, wait_s: float
+) -> PublishResult:
+    """Publish new files in the cache's folder; wait for other publishers at most `wait_s`.
 
-    Raises: BusyError where something goes on writing; NoSpaceError, UnavailableError,
-    DeadlineError, PermissionDeniedError: the last generation stays as it is.
+    Raises: BusyError if files keep changing; NoSpaceError, UnavailableError, DeadlineError,
+    PermissionDeniedError. On an error the last generation stays.
     """
     deadline_s = time.monotonic() + wait_s
     watch = LeaseWatch()
     while True:
-        found, replace = _newest(store, cache, since)
-        there = _names(store, found)
-        contents = _look(settings, cache, since, there)
-        new = _new(contents, there, found, since)
+        found, replace = _newest(store, cache, facts)
+        there = _sizes(store, found)
+        contents = _candidates(settings, cache, facts, there)
+        new = _new_paths(contents, there, found, facts)
         if not new:
-            return Published(NOTHING_NEW, index=found[1].index.digest if found else "")
+            return PublishResult(NOTHING_NEW, index=found[1].index.digest if found else "")
         key = catalogue.lease_key(cache.key)
         lease = store.lease(key, ttl_s=LEASE_S, owner=settings.node, watch=watch)
         if lease is not None:
             with LeaseRenewal(lease, LEASE_S):
-                # Somebody may have published between our look and our lease.
-                again, replace = _newest(store, cache, since)
+                # Another node may have published before this one got the lease.
+                again, replace = _newest(store, cache, facts)
                 if _created_ns(again) != _created_ns(found):
                     continue
                 count = len(new)
-                size = sum(contents.files[path].size_bytes for path in new)
-                target = _publish(settings, store, cache, since, again, replace=replace)
+                target = _publish(settings, store, cache, facts, again, replace=replace)
                 stored = target.blob.size_bytes + target.index.size_bytes
-                return Published(PUBLISHED, count, size, stored, target.index.digest)
+                return PublishResult(PUBLISHED, count, stored, target.index.digest)
         if time.monotonic() > deadline_s:
-            return Published(LEFT)
-        # Spread: many nodes of a job are ready at the same moment.
+            return PublishResult(LEFT)
+        # Random, since many nodes of a job are ready at the same moment.
         time.sleep(_POLL_S * random.uniform(0.5, 1.5))
 
 
 _Generation = tuple[Manifest, Target]
 
 
-def _newest(store: Store, cache: Cache, since: Since) -> tuple[_Generation | None, bool]:
-    """The newest generation, and whether something damaged is in its place."""
+def _newest(store: Store, cache: Cache, facts: StartFacts) -> tuple[_Generation | None, bool]:
+    """Return the newest generation, and whether there is a damaged one in its place."""
     try:
         found = generation(store, cache.key)
     except CorruptError as error:
         _log.warning("%s; it is replaced", error)
         return None, True
-    if found and since.is_damaged and _created_ns(found) < since.begun_ns:
+    if found and facts.is_damaged and _created_ns(found) < facts.begun_ns:
         return None, True
     return found, False
 
@@ -108,16 +107,17 @@ def _created_ns(found: _Generation | None) -> int:
     return found[0].created_ns if found else 0
 
 
-def _look(settings: Settings, cache: Cache, since: Since, there: dict[bytes, int]) -> Contents:
-    """What the next generation may hold: what belongs to the key, and has room."""
-    contents = look(cache.folder, read_ns=(since.begun_ns, since.read_until_ns))
+def _candidates(
+    settings: Settings, cache: Cache, facts: StartFacts, there: dict[bytes, int]
+) -> Contents:
+    """Return the files for the next generation: those of the key, within the size limit."""
+    contents = read_contents(cache.folder, read_ns=(facts.begun_ns, facts.read_until_ns))
     if not cache.is_ours:
-        contents = only(contents, of_start(contents.files, there, since.begun_ns))
+        contents = only(contents, of_start(contents.files, there, facts.begun_ns))
     return only(contents, within(contents.files, settings.keep_limit_bytes))
 
 
-def _names(store: Store, found: _Generation | None) -> dict[bytes, int]:
-    """What the generation has: path and size."""
+def _sizes(store: Store, found: _Generation | None) -> dict[bytes, int]:
     if found is None:
         return {}
     try:
@@ -127,12 +127,11 @@ def _names(store: Store, found: _Generation | None) -> dict[bytes, int]:
         return {}
 
 
-def _new(
-    contents: Contents, there: dict[bytes, int], found: _Generation | None, since: Since
+def _new_paths(
+    contents: Contents, there: dict[bytes, int], found: _Generation | None, facts: StartFacts
 ) -> set[bytes]:
-    """The paths of what the generation lacks."""
-    # What another node of this start has published is as good as ours.
-    with_changed = _created_ns(found) < since.begun_ns
+    # A generation made since this start began is by another of its nodes, and just as good.
+    with_changed = _created_ns(found) < facts.begun_ns
     units = new_units(contents.files, there, with_changed=with_changed)
     return {path for paths in units.values() for path in paths}
 
@@ -141,7 +140,7 @@ def _publish(
     settings: Settings,
     store: Store,
     cache: Cache,
-    since: Since,
+    facts: StartFacts,
     found: _Generation | None,
     *,
     replace: bool,
@@ -149,14 +148,14 @@ def _publish(
     base = found[1] if found else None
     if base is not None:
         try:
-            bring_in(settings, store, cache.folder, base)
+            extract_missing(settings, store, cache.folder, base)
         except (CorruptError, NotFoundError) as error:
             _log.warning("%s; the cache is stored anew, without it", error)
             base, replace = None, True
-    there = _names(store, found) if base else {}
+    there = _sizes(store, found) if base else {}
     for attempt in range(_ATTEMPTS):
         try:
-            contents = _look(settings, cache, since, there)
+            contents = _candidates(settings, cache, facts, there)
             change = Change(cache.target, cache.folder, {}, contents.scanned)
             target = capture(store, settings.cache_dir, change, base=base, replace=replace)
             break
@@ -170,11 +169,11 @@ def _publish(
 
 
 def publish_quietly(
-    settings: Settings, store: Store, cache: Cache, since: Since, *, wait_s: float
-) -> Published:
-    """`publish`, but a failure is one line in the log."""
+    settings: Settings, store: Store, cache: Cache, facts: StartFacts, *, wait_s: float
+) -> PublishResult:
+    """Call `publish`, and turn a failure into one line in the log."""
     try:
-        return publish(settings, store, cache, since, wait_s=wait_s)
+        return publish(settings, store, cache, facts, wait_s=wait_s)
     except (BootseerError, OSError) as error:
         _log.warning("the cache %s is not published: %s", cache.name, error)
-        return Published(f"failed: {error}")
+        return PublishResult(f"failed: {error}")

@@ -1,7 +1,8 @@
-"""What this node knows of its caches: when each was used, and whether the store had it.
+"""Records of the caches on this node: how often each was found, and when it was last used.
 
-Alone owns `cache_dir/kept`: `records/KEY.json`, and `folders/HASH/NAME`, the caches that we name.
-The store's content is elsewhere; all of this may be removed at any time. Edge, any thread.
+Only this module writes to `cache_dir/kept`: `records/KEY.json`, and `folders/HASH/NAME`, the
+folders that Bootseer names. The cached content is in the store, so the folder may be removed at any
+time. Edge, any thread.
 """
 
 import contextlib
@@ -20,13 +21,13 @@ from bootseer.linux.processes import living_processes, note_process
 from bootseer.linux.removal import remove_tree
 
 UNUSED_S = 30 * 86_400
-"""A folder of ours that nobody used for so long is removed from the node."""
+"""Age at which an unused folder that Bootseer names is removed from the node."""
 MISS, IN_PLACE, RESTORED = "miss", "in place", "extracted"
 _Text = Annotated[str, Meta(max_length=4096)]
 
 
-class Restored(Struct, frozen=True):
-    """What became of one cache."""
+class RestoreResult(Struct, frozen=True):
+    """Outcome of restoring one cache."""
 
     how: str
     """MISS, IN_PLACE or RESTORED."""
@@ -34,38 +35,38 @@ class Restored(Struct, frozen=True):
     moved_bytes: int = 0
     file_count: int = 0
     index: str = ""
-    """The digest of the tree that the folder has now."""
+    """Digest of the index of the generation that the folder now has."""
 
 
-class Record(Struct, frozen=True, kw_only=True):
-    """One cache, by its key, on this node."""
+class CacheRecord(Struct, frozen=True, kw_only=True):
+    """This node's record of the cache with one key."""
 
     key: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     name: _Text
     folder: _Text
     index: _Text = ""
-    """The digest of the tree of the generation that the folder has."""
+    """Digest of the index of the generation that the folder has."""
     hits: Count = 0
-    """Starts that found it in the store, or in place."""
+    """Number of starts that found the cache in the store, or in place."""
     misses: Count = 0
     used_ns: Count64 = 0
     last: _Text = ""
-    """What came of it the last time, for people."""
+    """Outcome of the last use, for people."""
     new_files: Count = 0
-    """What the last start had to make anew."""
+    """Number of files that starts on this node have made and published."""
     restored_files: Count = 0
 
 
-_FORM: DocumentFormat[Record] = DocumentFormat(type=Record, size_max=1 << 16)
+_FORM: DocumentFormat[CacheRecord] = DocumentFormat(type=CacheRecord, size_max=1 << 16)
 
 
 def kept_dir(cache_dir: Path) -> Path:
-    """The folder of all of this."""
+    """Return the folder of all records and of the folders that Bootseer names."""
     return cache_dir / "kept"
 
 
 def own_folder(cache_dir: Path, digest: str, name: str) -> Path:
-    """Where a cache lies that nobody else has named."""
+    """Return the folder that Bootseer names for a cache."""
     return kept_dir(cache_dir) / "folders" / digest[:16] / name
 
 
@@ -73,37 +74,39 @@ def _path(cache_dir: Path, key: str) -> Path:
     return kept_dir(cache_dir) / "records" / f"{key}.json"
 
 
-def read_record(cache_dir: Path, key: str) -> Record | None:
-    """What is known of a cache; None: nothing."""
+def read_record(cache_dir: Path, key: str) -> CacheRecord | None:
+    """Return the record of a cache; None if there is none."""
     return read_private_file(_path(cache_dir, key), _FORM)
 
 
-def records(cache_dir: Path) -> Iterator[Record]:
-    """All that this node knows of."""
+def records(cache_dir: Path) -> Iterator[CacheRecord]:
+    """Yield all records of this node."""
     for path in sorted((kept_dir(cache_dir) / "records").glob("*.json")):
         if (record := read_private_file(path, _FORM)) is not None:
             yield record
 
 
-def note(cache_dir: Path, record: Record) -> None:
-    """Save it, as used now. Never raises: it only informs."""
+def note(cache_dir: Path, record: CacheRecord) -> None:
+    """Save the record, with the current time as its last use. Never raises."""
     with contextlib.suppress(OSError):
         data = to_line(replace(record, used_ns=time.time_ns())).encode("ascii")
         write_private_file(_path(cache_dir, record.key), data)
 
 
 def note_user(cache_dir: Path, folder: Path, pid: int) -> None:
-    """A process, and what it becomes, uses a folder of ours. Never raises."""
+    """Record that a process uses a folder that Bootseer names. Never raises."""
     with contextlib.suppress(OSError):
         note_process(kept_dir(cache_dir) / "users" / folder.parent.name, pid)
 
 
 def forget_unused(cache_dir: Path) -> int:
-    """Remove folders of ours that nobody used for a month, and what is known of them; returns how
-    many. One that a living process was given stays. Never raises."""
+    """Remove folders, and their records, that were not used for a month. Return their number.
+
+    A folder that a living process uses stays. Never raises.
+    """
     top = kept_dir(cache_dir)
     limit_ns = time.time_ns() - UNUSED_S * 10**9
-    by_folder: dict[str, list[Record]] = {}
+    by_folder: dict[str, list[CacheRecord]] = {}
     for record in records(cache_dir):
         by_folder.setdefault(Path(record.folder).parent.name, []).append(record)
     count = 0

@@ -1,9 +1,9 @@
-"""Puts the newest generation of a cache into its folder, before the command begins.
+"""Restoring of the newest generation of a cache into its folder, before the command begins.
 
-It is extracted: what is compiled next is written beside it, files are many and small, and a library
-is mapped whole (docs/decisions). What the folder has already stays, unit by unit; nothing of a
-generation is there before all of it was fetched and compared with its digests. One thread; the
-processes of a node take turns.
+The files are extracted, not mounted: the job writes more files beside them, they are many and
+small, and a library is mapped as a whole (docs/decisions). Files that the folder has already stay,
+unit by unit; new ones appear only after all of them were fetched and their digests compared. One
+thread; the processes of a node take turns.
 """
 
 import contextlib
@@ -18,7 +18,14 @@ from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError, NoSpaceError, from_oserror
 from bootseer.launch.caches.finding import Cache
-from bootseer.launch.caches.records import IN_PLACE, MISS, RESTORED, Record, Restored, read_record
+from bootseer.launch.caches.records import (
+    IN_PLACE,
+    MISS,
+    RESTORED,
+    CacheRecord,
+    RestoreResult,
+    read_record,
+)
 from bootseer.launch.caches.units import by_unit
 from bootseer.linux.private_files import make_directory
 from bootseer.linux.removal import remove_tree
@@ -37,34 +44,39 @@ _LOCK_S = 60.0
 
 
 def generation(store: Store, key: str) -> tuple[Manifest, Target] | None:
-    """The newest generation of a cache. Raises: CorruptError, UnavailableError, DeadlineError."""
+    """Return the newest generation of a cache; None if there is none.
+
+    Raises: CorruptError, UnavailableError, DeadlineError.
+    """
     manifest = catalogue.load(store, key)
     if manifest is None:
         return None
     if not manifest.cache or len(manifest.targets) != 1 or not manifest.targets[0].whole:
-        raise CorruptError(f"the snapshot {key[:12]} is no generation of a cache")
+        raise CorruptError(f"the snapshot {key[:12]} is not a generation of a cache")
     return manifest, manifest.targets[0]
 
 
-def restore(settings: Settings, store: Store, cache: Cache) -> Restored:
-    """Bring the cache's folder up to its newest generation; the folder is made.
+def restore(settings: Settings, store: Store, cache: Cache) -> RestoreResult:
+    """Bring the cache's folder up to its newest generation; make the folder if it is missing.
 
-    Raises: CorruptError for what does not match its digest, NotFoundError, NoSpaceError,
-    UnavailableError, DeadlineError, BusyError: the folder is as it was.
+    Raises: CorruptError if content does not match its digest; NotFoundError, NoSpaceError,
+    UnavailableError, DeadlineError, BusyError. On an error the folder is as it was.
     """
     _make_folder(cache)
     found = generation(store, cache.key)
     if found is None:
-        return Restored(MISS, "the store has none under its key")
+        return RestoreResult(MISS, "the store has no generation with this key")
     manifest, target = found
-    known = read_record(settings.cache_dir, cache.key) or Record(key=cache.key, name="", folder="")
+    known = read_record(settings.cache_dir, cache.key) or CacheRecord(
+        key=cache.key, name="", folder=""
+    )
     catalogue.note_used(store, manifest)
     if known.index == target.index.digest and any(cache.folder.iterdir()):
-        return Restored(IN_PLACE, "this node has the newest", index=known.index)
-    moved_bytes, count = bring_in(settings, store, cache.folder, target)
+        return RestoreResult(IN_PLACE, "this node has the newest generation", index=known.index)
+    moved_bytes, count = extract_missing(settings, store, cache.folder, target)
     if not count:
-        return Restored(IN_PLACE, "this node has all of it", index=target.index.digest)
-    return Restored(
+        return RestoreResult(IN_PLACE, "this node has all files of it", index=target.index.digest)
+    return RestoreResult(
         RESTORED,
         "files are small, and more are written beside them",
         moved_bytes,
@@ -80,11 +92,10 @@ def _make_folder(cache: Cache) -> None:
         raise from_oserror(error, f"make the folder {cache.folder}") from error
 
 
-def bring_in(settings: Settings, store: Store, folder: Path, target: Target) -> tuple[int, int]:
-    """Extract what `folder` lacks of a generation; returns the bytes that came, and the files.
-
-    Raises: as `restore`.
-    """
+def extract_missing(
+    settings: Settings, store: Store, folder: Path, target: Target
+) -> tuple[int, int]:
+    """Extract the files that `folder` lacks. Return (bytes moved, files). Raises: as `restore`."""
     tree = admit_tree(target, catalogue.read_encoded_tree(store, target), privileges=False)
     with locked(settings.run_dir, [folder], deadline_s=min(_LOCK_S, settings.deadline_s)):
         here = by_unit(path for path, entry in scan(folder).items() if not stat.S_ISDIR(entry.mode))
@@ -94,11 +105,11 @@ def bring_in(settings: Settings, store: Store, folder: Path, target: Target) -> 
             return 0, 0
         staging = folder / _STAGING
         try:
-            # What a killed process left: nobody else is at it, since we hold the lock.
+            # A killed process may have left it; the lock says that nobody else uses it.
             remove_tree(staging)
             _check_room(folder, sum(paths[path] for path in missing))
             part = tree if len(missing) == len(paths) else part_of(tree, missing)
-            # What only some nodes lack is not fed to all.
+            # A part of a generation is not fetched by fan-out: only some nodes lack it.
             start = settings if part is tree else None
             fetched = fetch_tree(store, target, part, staging, settings.deadline_s, start=start)
             _move(staging, folder)
@@ -111,7 +122,7 @@ def bring_in(settings: Settings, store: Store, folder: Path, target: Target) -> 
 
 
 def tree_files(tree: Tree) -> dict[bytes, int]:
-    """The size of each name of a tree that is no directory."""
+    """Return the size of each entry of a tree that is not a directory, by path."""
     return {
         path: tree.columns.size_bytes[number]
         for path, number in tree.walk()
@@ -120,8 +131,10 @@ def tree_files(tree: Tree) -> dict[bytes, int]:
 
 
 def part_of(tree: Tree, paths: set[bytes]) -> Tree:
-    """The tree with no other names than these and the directories above them, and without the
-    blobs that then hold nothing of it. Pure."""
+    """Return the tree reduced to `paths` and the directories above them. Pure.
+
+    Blobs without content in the smaller tree are left out.
+    """
     names = set(paths)
     for path in paths:
         while path := path.rpartition(b"/")[0]:
@@ -131,7 +144,7 @@ def part_of(tree: Tree, paths: set[bytes]) -> Tree:
     for _, number in found:
         numbers.setdefault(number, len(numbers))
     inodes = [tree.inode(number) for number in numbers]
-    # One at least, of which nothing is wanted, where all files are empty.
+    # A tree needs one blob, even if all its files are empty.
     used = sorted({extent.blob for inode in inodes for extent in inode.extents} or {0})
     blobs = {blob: position for position, blob in enumerate(used)}
     inodes = [
@@ -147,7 +160,7 @@ def part_of(tree: Tree, paths: set[bytes]) -> Tree:
 
 def _check_room(folder: Path, content_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
-    # The job needs some, too.
+    # Leave as much again for the job.
     if free < 2 * content_bytes:
         raise NoSpaceError(f"{folder} has no room for a cache of {content_bytes} bytes")
 

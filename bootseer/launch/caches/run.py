@@ -1,7 +1,8 @@
-"""The caches of a start: restored before its command, and kept behind it.
+"""Cache stage of a start: restore kept caches before the command, and list those to publish later.
 
-Alone owns the promise that a start never waits long, and never fails, because of a cache: whatever
-goes wrong is one line, and the job compiles as it does without us. Main thread only.
+This module alone guarantees that a cache neither delays a start for long nor makes it fail: on any
+error the start prints one warning, and the job compiles as it would without Bootseer. Main thread
+only.
 """
 
 import logging
@@ -15,13 +16,13 @@ from msgspec.structs import replace
 
 from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import BootseerError, CorruptError, NotFoundError
-from bootseer.launch.caches.finding import Cache, Job, Wish, find_caches
+from bootseer.launch.caches.finding import Cache, CacheJob, KeepRequest, find_caches
 from bootseer.launch.caches.records import (
     IN_PLACE,
     MISS,
     RESTORED,
-    Record,
-    Restored,
+    CacheRecord,
+    RestoreResult,
     note,
     note_user,
     read_record,
@@ -34,39 +35,43 @@ _log = logging.getLogger(__name__)
 
 STAGE = "caches"
 _FIRST_ANSWER_S = 5.0
-"""A start that nobody asked to keep anything waits no longer for a store that is silent."""
+"""Deadline for a silent store, unless the job names directories to keep."""
 
 
-class Kept(Struct, frozen=True):
-    """A cache, and what its restore found."""
+class KeptCache(Struct, frozen=True):
+    """A cache of this start, and whether its newest generation was found damaged."""
 
     cache: Cache
     is_damaged: bool = False
 
 
-class KeptCaches:
-    """The kept caches of the job that this process is going to be."""
+class CacheStage:
+    """Restores the kept caches of the job that this process is going to be."""
 
-    def __init__(self, settings: Settings, wish: Wish, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: Settings, request: KeepRequest, say: Callable[[str], None]
+    ) -> None:
         self._settings = settings
-        self._wish = wish
+        self._request = request
         self._say = say
-        self.kept: tuple[Kept, ...] = ()
-        """What was found, if it is to be published behind the start."""
+        self.kept: tuple[KeptCache, ...] = ()
+        """Caches to publish after the start; empty if there is no store to publish to."""
         self.begun_ns = time.time_ns()
 
     @property
     def _publishes(self) -> bool:
-        """Whether there is a store that other nodes, or other starts, are known to use."""
-        return bool(self._wish.directories) or not is_default_store(self._settings)
+        """Whether there is a store that other nodes, or later starts, are known to use."""
+        return bool(self._request.directories) or not is_default_store(self._settings)
 
     def restore(
-        self, timeline: Timeline, job: Job, show: Callable[[Path, str], None]
+        self, timeline: Timeline, job: CacheJob, show: Callable[[Path, str], None]
     ) -> dict[str, str]:
-        """Put what there is in place; return the variables for the job. `show` lets the job see a
-        folder at a path. Never raises."""
+        """Restore the caches of `job`; return the variables for them. Never raises.
+
+        `show(folder, path)` makes a folder of the host visible to the job as `path`.
+        """
         try:
-            caches = find_caches(self._settings, self._wish, job)
+            caches = find_caches(self._settings, self._request, job)
             if not caches:
                 return {}
             with timeline.span(STAGE) as span:
@@ -84,30 +89,30 @@ class KeptCaches:
         except (BootseerError, OSError) as error:
             reason = str(error)
         except Exception as error:
-            # A mistake of ours must not keep a job from starting.
+            # A bug here must not keep the job from starting.
             _log.exception("unexpected error with kept caches")
             reason = f"unexpected {type(error).__name__}: {error}"
         self._say(f"warning: no kept cache is used: {reason}")
         return {}
 
-    def _restore_all(self, caches: list[Cache]) -> tuple[list[Kept], list[Restored]]:
+    def _restore_all(self, caches: list[Cache]) -> tuple[list[KeptCache], list[RestoreResult]]:
         if not self._publishes or WAIT_BUDGET.is_spent:
             reason = "the store does not answer" if WAIT_BUDGET.is_spent else ""
             return self._make_folders(caches, reason)
-        # Here: most starts of what has no caches come no further than looking for them.
+        # Imported here: most starts have no caches and never need this code.
         from bootseer.launch.caches.restoring import restore
         from bootseer.store import open_own_store
 
         settings = self._settings
         kept, results = [], []
         reason = ""
-        # Long enough for a store that lives; what nobody asked for is not worth a deadline.
+        # A job that names no directory to keep must not wait a whole deadline for a silent store.
         deadline_s = settings.deadline_s
-        if not self._wish.directories:
+        if not self._request.directories:
             deadline_s = min(deadline_s, _FIRST_ANSWER_S)
         with open_own_store(settings, deadline_s=deadline_s) as store:
             for cache in caches:
-                result = Restored(MISS, reason)
+                result = RestoreResult(MISS, reason)
                 is_damaged = False
                 try:
                     if reason:
@@ -118,29 +123,31 @@ class KeptCaches:
                     is_damaged = True
                     self._say(f"warning: the kept cache {cache.name} is not used: {error}")
                 except (BootseerError, OSError) as error:
-                    # The others would wait for it, too.
+                    # The store has failed: do not let each other cache wait for it again.
                     reason = str(error)
                     self._say(f"warning: the kept cache {cache.name} is not used: {error}")
                 if cache.is_ours and not cache.folder.is_dir():
                     continue
-                kept.append(Kept(cache, is_damaged))
+                kept.append(KeptCache(cache, is_damaged))
                 results.append(result)
                 self._note(cache, result)
         return kept, results
 
-    def _make_folders(self, caches: list[Cache], reason: str) -> tuple[list[Kept], list[Restored]]:
-        """Where there is no store to be asked: what the node has is what there is."""
+    def _make_folders(
+        self, caches: list[Cache], reason: str
+    ) -> tuple[list[KeptCache], list[RestoreResult]]:
+        """Make the folders without asking the store: the files on this node are all there is."""
         results = []
         for cache in caches:
             _make_folder(cache)
-            results.append(Restored(MISS if reason else IN_PLACE, reason))
+            results.append(RestoreResult(MISS if reason else IN_PLACE, reason))
             self._note(cache, results[-1])
-        return [Kept(cache) for cache in caches], results
+        return [KeptCache(cache) for cache in caches], results
 
-    def _note(self, cache: Cache, result: Restored) -> None:
+    def _note(self, cache: Cache, result: RestoreResult) -> None:
         cache_dir = self._settings.cache_dir
         known = read_record(cache_dir, cache.key)
-        record = known or Record(key=cache.key, name=cache.name, folder=str(cache.folder))
+        record = known or CacheRecord(key=cache.key, name=cache.name, folder=str(cache.folder))
         hit = result.how != MISS
         note(
             cache_dir,

@@ -1,9 +1,10 @@
-"""What of a cache belongs together, what of it is new, and what goes first. Pure (no I/O).
+"""Grouping of cached files into units, and selection of units to publish or keep. Pure (no I/O).
 
-A *unit* is what two nodes' caches are merged by: all of its files come from one node. Files whose
-names are digests (of sources, flags and versions: TorchInductor, Triton, CUDA) are units by
-themselves, or with the others of a directory so named; else a directory is one unit with whatever
-lies directly in it, since an index there may name its neighbours (Numba's `.nbi`, databases).
+A *unit* is the smallest part when the caches of two nodes are merged: all of its files come from
+one node. A file whose name is a digest (of sources, flags and versions: TorchInductor, Triton,
+CUDA) is a unit by itself, and so is a directory so named with everything below it. In any other
+directory, all files that lie directly in it are one unit, since an index among them may name its
+neighbours (Numba's `.nbi`, databases).
 """
 
 import re
@@ -12,22 +13,22 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
 
-# Base 32 of 128 bits and more, or as many bits in hexadecimal.
+# 128 bits or more, in base 32 or hexadecimal.
 _DIGEST = re.compile(rb"[a-z2-7]{26,}|[A-Z2-7]{26,}|[0-9a-f]{32,}|[0-9A-F]{32,}")
 
 
-class File(Struct, frozen=True):
-    """A file of a cache, as far as it matters here."""
+class CacheFile(Struct, frozen=True):
+    """Size and times of one cached file."""
 
     size_bytes: int
     used_ns: int = 0
-    """When it was last made or read, as far as that can be told."""
+    """Time of the last known use: when the file was made or read."""
     put_ns: int = 0
-    """When it was put there."""
+    """Time when the file was put into the folder."""
 
 
 def unit_of(path: bytes) -> bytes:
-    """The unit that a relative path belongs to: a path, with "/" at its end for a directory."""
+    """Return the unit of a relative path, as a path; directories end in "/"."""
     parts = path.split(b"/")
     for number, part in enumerate(parts[:-1]):
         if _DIGEST.fullmatch(part):
@@ -36,12 +37,12 @@ def unit_of(path: bytes) -> bytes:
 
 
 def is_keyed(unit: bytes) -> bool:
-    """Whether the unit's name is a digest, so that another node's content of it is as good."""
+    """Return whether the unit's name is a digest, so that any node's content for it is as good."""
     return bool(_DIGEST.search(unit.rstrip(b"/").rpartition(b"/")[2]))
 
 
 def by_unit(paths: Iterable[bytes]) -> dict[bytes, list[bytes]]:
-    """The paths of each unit."""
+    """Return the paths of each unit."""
     found: defaultdict[bytes, list[bytes]] = defaultdict(list)
     for path in paths:
         found[unit_of(path)].append(path)
@@ -49,12 +50,13 @@ def by_unit(paths: Iterable[bytes]) -> dict[bytes, list[bytes]]:
 
 
 def new_units(
-    here: Mapping[bytes, File], there: Mapping[bytes, int], *, with_changed: bool
+    here: Mapping[bytes, CacheFile], there: Mapping[bytes, int], *, with_changed: bool
 ) -> dict[bytes, list[bytes]]:
-    """The units here that a generation, paths and sizes in `there`, has not.
+    """Return the units in `here` that a generation lacks. `there` has its paths and sizes.
 
-    `with_changed`: also units that are no digests and have other files or sizes now. Compilers give
-    no two nodes the same bytes, so what differs in content alone is not new.
+    With `with_changed`, also units without a digest in their name whose files or sizes differ. A
+    difference in content alone does not count, since compilers produce different bytes on each
+    node.
     """
     stored = by_unit(there)
     found = {}
@@ -68,9 +70,14 @@ def new_units(
     return found
 
 
-def of_start(here: Mapping[bytes, File], there: Mapping[bytes, int], begun_ns: int) -> set[bytes]:
-    """In a folder that is not ours alone, the paths that belong to the key: units that were put
-    there since the start began, and those that the generation has as they are."""
+def of_start(
+    here: Mapping[bytes, CacheFile], there: Mapping[bytes, int], begun_ns: int
+) -> set[bytes]:
+    """Return the paths that belong to the key, in a folder that others write to, too.
+
+    Those are units whose files were all put there since the start began, and units that are as in
+    the generation.
+    """
     stored = by_unit(there)
     found: set[bytes] = set()
     for unit, paths in by_unit(here).items():
@@ -82,9 +89,8 @@ def of_start(here: Mapping[bytes, File], there: Mapping[bytes, int], begun_ns: i
     return found
 
 
-def within(files: Mapping[bytes, File], limit_bytes: int) -> set[bytes]:
-    """The paths that stay where no more than `limit_bytes` may: whole units, those that were used
-    last; of equally old ones the first by name."""
+def within(files: Mapping[bytes, CacheFile], limit_bytes: int) -> set[bytes]:
+    """Return the paths to keep, with `limit_bytes` in all: whole units, the last used first."""
     units = by_unit(files)
     order = sorted(
         units, key=lambda unit: (-max(files[path].used_ns for path in units[unit]), unit)

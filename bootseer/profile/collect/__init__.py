@@ -1,8 +1,8 @@
-"""Notes what the Python processes of a job do until they are ready, without a change of their code.
+"""Recording of a job's Python processes until they are ready, without a change of their code.
 
-`watched` gives a command the variables by which every Python process below it runs
-`path/sitecustomize` first, which loads `imports`, which loads `notes` in processes that are
-worth it. All of it uses nothing but the standard library, and whatever fails in it is absent.
+`recording_environment` gives a command the variables by which every Python process below it first
+runs `path/sitecustomize`, which loads `imports`, which loads `notes` in processes that are worth
+it. All of them use only the standard library; a failure in one of them leaves its records out.
 """
 
 import os
@@ -13,15 +13,12 @@ from pathlib import Path
 from bootseer.timeline.recorder import LAUNCHED_VARIABLE
 
 PACKAGE = Path(__file__).resolve().parents[2]
-"""The folder of the sources of `bootseer`."""
+"""Folder with the sources of `bootseer`."""
 _HOOKS = "profile/collect/path"
 
 
-def watched(environ: Mapping[str, str], package: Path = PACKAGE) -> dict[str, str]:
-    """Variables for a command whose Python processes are watched.
-
-    `package` is where they find our sources.
-    """
+def recording_environment(environ: Mapping[str, str], package: Path = PACKAGE) -> dict[str, str]:
+    """Return variables that make a command's Python processes record; `package` has our sources."""
     places = [str(package / _HOOKS), *filter(None, [environ.get("PYTHONPATH")])]
     launched = f"{os.getpid()}:{time.time_ns()}"
     return {**environ, "PYTHONPATH": os.pathsep.join(places), LAUNCHED_VARIABLE: launched}

@@ -1,8 +1,8 @@
-"""Which functions of training frameworks are stages of a start, and where processes meet in them.
+"""Functions of training frameworks that are stages of a start, and barriers where processes meet.
 
 Each function here gets the notes of this process and a module that has just been loaded, and wraps
-what is worth noting in it. What a release of a framework does not have is left out: `Notes.loaded`
-takes no notice of errors.
+functions in the module. A function that a framework's release does not have is left out, since
+`Notes.on_loaded` ignores errors.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from bootseer.timeline.otlp import BARRIER, BARRIER_COUNT, Value
+from bootseer.timeline.recorder import ready
 
 if TYPE_CHECKING:
     from bootseer.profile.collect.notes import Notes
@@ -25,34 +26,37 @@ _COLLECTIVES = (
 
 
 def _torchrun(notes: "Notes", module: Any) -> None:
-    """torchrun's agents meet from the moment at which they look for the host of their store, for
-    which the others wait, until all of them know their ranks."""
+    """Record the rendezvous of torchrun's agents.
+
+    It begins when an agent looks for the host of the rendezvous store, where agents wait for each
+    other, and ends when all agents know their ranks.
+    """
     registry, agent = module.rdzv_registry, module.LocalElasticAgent
-    look, meet = registry.get_rendezvous_handler, agent._rendezvous
-    meetings: list[Span | None] = []
+    original_handler, original_rendezvous = registry.get_rendezvous_handler, agent._rendezvous
+    spans: list[Span | None] = []
 
     def end(error: BaseException | None = None, agent: Any = None) -> None:
-        # Later ones are those of workers that are started again, which is no part of a start.
+        # A later rendezvous is for restarted workers, and not part of the start.
         with contextlib.suppress(Exception):
-            if any(meetings):
-                notes.end(meetings[0], error, _round(agent))
-            meetings[:] = [None]
+            if any(spans):
+                notes.end(spans[0], error, _round_attributes(agent))
+            spans[:] = [None]
 
     def get_rendezvous_handler(parameters: Any) -> Any:
         with contextlib.suppress(Exception):
-            if not meetings:
+            if not spans:
                 key = f"rendezvous {parameters.run_id}"
-                said = {BARRIER: key, BARRIER_COUNT: int(parameters.min_nodes)}
-                meetings.append(notes.begin("rendezvous", said))
+                attributes = {BARRIER: key, BARRIER_COUNT: int(parameters.min_nodes)}
+                spans.append(notes.begin("rendezvous", attributes))
         try:
-            return look(parameters)
+            return original_handler(parameters)
         except BaseException as error:
             end(error)
             raise
 
     def rendezvous(self: Any, *args: Any, **named: Any) -> Any:
         try:
-            result = meet(self, *args, **named)
+            result = original_rendezvous(self, *args, **named)
         except BaseException as error:
             end(error)
             raise
@@ -63,36 +67,39 @@ def _torchrun(notes: "Notes", module: Any) -> None:
     agent._rendezvous = rendezvous
 
 
-def _round(agent: Any) -> "dict[str, Value]":
-    """An agent that comes to a job which has been running meets those of its own round only."""
+def _round_attributes(agent: Any) -> "dict[str, Value]":
+    """Return the barrier's name with its round, unless it is the first round.
+
+    An agent that joins a running job meets only the agents of its own round.
+    """
     try:
         handler = agent._worker_group.spec.rdzv_handler
         number = int(handler._state_holder.state.round)
         return {BARRIER: f"rendezvous {handler.get_run_id()} round {number}"} if number else {}
     except Exception:
-        return {}  # only torchrun's own rendezvous has rounds
+        return {}  # only torchrun's own rendezvous handler has rounds
 
 
 def _distributed(notes: "Notes", module: Any) -> None:
-    met: set[str] = set()
+    seen_groups: set[str] = set()
 
-    def meeting(*_: Any, **__: Any) -> str:
+    def barrier_name(*_: Any, **__: Any) -> str:
         return f"init_process_group {notes.count('init_process_group')}"
 
     def first_of_group(*args: Any, **named: Any) -> str | None:
         if named.get("async_op"):
-            return None  # it does not wait here
+            return None  # an asynchronous collective does not wait here
         group = named.get("group")
         if group is None:
             kind = module.ProcessGroup
             group = next((one for one in args if isinstance(one, kind)), None)
         name = str((group or module._get_default_group()).group_name)
-        if name in met:
+        if name in seen_groups:
             return None
-        met.add(name)
+        seen_groups.add(name)
         return f"first collective of group {name}"
 
-    notes.wrap(module, "init_process_group", "init_process_group", meeting)
+    notes.wrap(module, "init_process_group", "init_process_group", barrier_name)
     notes.wrap(module, "new_group", "new_group")
     for name in _COLLECTIVES:
         if hasattr(module, name):
@@ -100,22 +107,22 @@ def _distributed(notes: "Notes", module: Any) -> None:
 
 
 def _data_parallel(notes: "Notes", module: Any) -> None:
-    # Meets below Python, where no wrapper sees it, after what it imports.
+    # The constructor synchronises in C++, where no wrapper sees it: wrap the constructor.
     waiting: list[str] = []
 
-    def meeting(*_: Any, process_group: Any = None, **__: Any) -> str:
+    def barrier_name(*_: Any, process_group: Any = None, **__: Any) -> str:
         group = process_group.group_name if process_group is not None else "0"
         waiting[:] = [f"first backward of group {group}"]
         count = notes.count(f"DistributedDataParallel {group}")
         return f"DistributedDataParallel {count} of group {group}"
 
-    def reducing(*_: Any, **__: Any) -> str | None:
-        # Gradients are reduced below Python, too: the ranks wait for each other in here.
+    def first_backward(*_: Any, **__: Any) -> str | None:
+        # Gradients are reduced in C++, too, and the ranks wait for each other during a backward.
         return waiting.pop() if waiting else None
 
     name = "DistributedDataParallel"
-    notes.wrap(module.DistributedDataParallel, "__init__", name, meeting)
-    notes.wrap(sys.modules["torch.autograd"], "backward", "first backward", reducing)
+    notes.wrap(module.DistributedDataParallel, "__init__", name, barrier_name)
+    notes.wrap(sys.modules["torch.autograd"], "backward", "first backward", first_backward)
 
 
 def _cuda(notes: "Notes", module: Any) -> None:
@@ -136,8 +143,8 @@ def _safetensors(notes: "Notes", module: Any) -> None:
 
 def _transformers(notes: "Notes", module: Any) -> None:
     kind = module.PreTrainedModel
-    noting = notes.noting(kind.from_pretrained.__func__, "from_pretrained")
-    kind.from_pretrained = classmethod(noting)
+    recorded = notes.recorded(kind.from_pretrained.__func__, "from_pretrained")
+    kind.from_pretrained = classmethod(recorded)
 
 
 def _loader(notes: "Notes", module: Any) -> None:
@@ -172,10 +179,10 @@ def _cache_counts(module: Any) -> "dict[str, Value]":
 
 def _optimizer(notes: "Notes", module: Any) -> None:
     def stepped(*_: Any) -> None:
-        if not notes.is_over:
-            # The program has its own view of when it is ready where it imports bootseer.
+        if not notes.is_finished:
+            # A program that imports bootseer calls `ready` itself.
             if "bootseer" not in sys.modules:
-                notes.ready()
+                ready()
             handle.remove()
 
     handle = module.register_optimizer_step_post_hook(stepped)
@@ -194,4 +201,5 @@ HOOKS: "dict[str, Callable[[Notes, Any], None]]" = {
     "torch._dynamo.callback": _compiler,
     "torch.optim.optimizer": _optimizer,
 }
-"""What is done when a module has been loaded."""
+"""Function that wraps a module's functions, by the module's name; called when it has been loaded.
+"""

@@ -1,12 +1,12 @@
-"""Notes what a Python process below `bootseer run` does until it is ready. Loaded by sitecustomize.
+"""Recording of imports in a Python process below `bootseer run`. Loaded by sitecustomize.
 
-Alone owns the wrapping of imports. Loaded by its path, so that a program that imports `bootseer`
-can be told from one that does not. Imports almost nothing: every Python process of a job runs this,
-most of them for a few milliseconds. Whatever takes time is noted by `notes`, loaded when it
-is.
+Only this module replaces a function of the import system. It is loaded by its path, not as a module
+of `bootseer`, so that one can tell whether the program itself imports `bootseer`. It imports almost
+nothing: every Python process of a job runs it, and most of them live for milliseconds. Slow imports
+are written by `notes`, which is loaded for the first of them.
 
 CPython calls `_find_and_load` of its frozen import system for each module that is not loaded yet; a
-function in its place sees what is outermost, and how long it took, whichever loader does it.
+function in its place sees which import is outermost and how long it took, whichever loader runs.
 """
 
 import _frozen_importlib
@@ -16,7 +16,7 @@ import time
 from _thread import get_ident
 from typing import Any
 
-# A process that imports one of these is worth the 25 ms that it takes to write a timeline.
+# Packages whose import is worth the 25 ms that writing to a timeline takes.
 _LARGE = frozenset(
     [
         "deepspeed",
@@ -34,9 +34,9 @@ _LARGE = frozenset(
         "vllm",
     ]
 )
-# A program that starts torch's workers, as which it is run or imported.
+# Modules that start torch's workers, whether run with -m or imported.
 _LAUNCHERS = frozenset(["torch.distributed.run", "torch.distributed.launch"])
-# Where it is run as such a program: of all that it imports the last one.
+# The last module that a launcher imports when it is run with -m.
 _LAST_OF_LAUNCHERS = frozenset(["torch.distributed.launcher.api"])
 PRELOAD_VARIABLE = "BOOTSEER_PRELOAD"
 _WORTH_NOTING_NS = 100_000_000
@@ -44,47 +44,47 @@ _MODULE_NS = 5_000_000
 _MODULES_MAX = 3000
 
 
-class Collector:
-    """Watches the imports of the main thread, and hands on what is worth noting."""
+class ImportCollector:
+    """Watches the imports of the main thread, and passes the slow ones to `notes`."""
 
     def __init__(self, package: str, began_ns: int) -> None:
         self.package = package
-        """The folder of the sources of `bootseer`."""
+        """Folder with the sources of `bootseer`."""
         self.began_ns = began_ns
-        self.quiet_until_ns = 0
-        """When the first import began that was worth noting; 0: just now. ns since 1970."""
+        self.first_noted_ns = 0
+        """Begin of the first slow import, in ns since 1970; 0: when `notes` was loaded."""
         self.modules: list[tuple[str, int, int, int]] = []
-        """Name, depth, begin and duration of each slow import; ns, by the monotonic clock."""
+        """Name, depth, begin and duration of each slow import; in ns, by the monotonic clock."""
         self._main = get_ident()
         self._depth = 0
         self._notes: Any = None
-        self._is_over = False
-        # What the process was started with; only where its next start wants to know of this one.
+        self._has_ended = False
+        # Environment at the process's begin; kept only if the next start is to preload.
         self._started_with = dict(os.environ) if PRELOAD_VARIABLE in os.environ else {}
         is_launcher = not _LAUNCHERS.isdisjoint(sys.orig_argv[1:4])
         self._launching = _LAST_OF_LAUNCHERS if is_launcher else _LAUNCHERS
         self._original = _frozen_importlib._find_and_load  # type: ignore[attr-defined]
 
     def begin(self) -> None:
-        """Put ours in the place of the import system's function."""
-        # Frames of this file are left out of tracebacks of failed imports, as the original's are.
-        code = Collector._load.__code__.replace(co_filename="<frozen importlib._bootstrap>")
-        Collector._load.__code__ = code
+        """Replace the import system's function by `_load`."""
+        # With this file name Python leaves the frame out of tracebacks, like the original's.
+        code = ImportCollector._load.__code__.replace(co_filename="<frozen importlib._bootstrap>")
+        ImportCollector._load.__code__ = code
         _frozen_importlib._find_and_load = self._load  # type: ignore[attr-defined]
 
     def end(self) -> None:
-        """Leave the import system as it was."""
-        self._is_over = True
+        """Restore the import system's function."""
+        self._has_ended = True
         _frozen_importlib._find_and_load = self._original  # type: ignore[attr-defined]
 
-    def over(self) -> None:
-        """The process is ready: note nothing more."""
+    def stop(self) -> None:
+        """Write the list of imports, and record no more, since the process is ready."""
         if self._notes is not None:
             self._notes.finish()
         self.end()
 
     def record(self, how: str = "write") -> None:
-        """Write down what the program's next start may import ahead, as it does so. Once."""
+        """Write the import record from which the program's next start preloads. Once only."""
         began, self._started_with = self._started_with, {}
         if not began:
             return
@@ -97,23 +97,23 @@ class Collector:
             return
 
     def notes(self) -> Any:
-        """The part that writes; None where it cannot be had."""
-        if self._notes is None and not self._is_over:
+        """Return the `Notes` of this process; None if they cannot be made."""
+        if self._notes is None and not self._has_ended:
             try:
                 self._notes = _load_notes(self)
             except Exception:
-                self._is_over = True
+                self._has_ended = True
         return self._notes
 
     def _load(self, name: str, import_: Any) -> Any:
-        if self._is_over or get_ident() != self._main:
+        if self._has_ended or get_ident() != self._main:
             return self._original(name, import_)
         top = name.partition(".")[0]
         stage = None
         if self._depth == 0 and top in _LARGE and top not in sys.modules:
             # What loads the notes is a part of this import, as the program sees it.
             began_ns = time.time_ns()
-            self.quiet_until_ns = self.quiet_until_ns or began_ns
+            self.first_noted_ns = self.first_noted_ns or began_ns
             notes = self.notes()
             stage = notes and notes.begin_import(top, began_ns)
         self._depth += 1
@@ -129,22 +129,21 @@ class Collector:
                 self._notes.end_import(stage)
         if self._depth == 0 and stage is None and took >= _WORTH_NOTING_NS:
             if self._notes is None:
-                self.quiet_until_ns = time.time_ns() - (time.perf_counter_ns() - begin)
+                self.first_noted_ns = time.time_ns() - (time.perf_counter_ns() - begin)
             notes = self.notes()
             if notes is not None:
                 notes.note_import(top, begin, took)
         if self._notes is not None:
-            self._notes.loaded(name, module)
+            self._notes.on_loaded(name, module)
             if self._depth == 0:
-                self._notes.look()
+                self._notes.find_loaded()
             if name in self._launching:
-                # Workers that this process starts may be forked; it is no worker itself.
-                self.record("launches")
+                # This process is a launcher, whose workers may be forked from a preloader.
+                self.record("prepare_launcher")
         return module
 
 
-def _load_notes(collector: Collector) -> Any:
-    """`notes` and what it writes by."""
+def _load_notes(collector: ImportCollector) -> Any:
     with _Sources(collector):
         from bootseer.profile.collect.notes import Notes
 
@@ -152,10 +151,12 @@ def _load_notes(collector: Collector) -> Any:
 
 
 class _Sources:
-    """Finds `bootseer` where this file is, whatever else is on the path, while it is entered; the
-    program finds none of it loaded."""
+    """Context in which `import bootseer` finds the sources beside this file before all others.
 
-    def __init__(self, collector: Collector) -> None:
+    Afterwards the program finds none of them loaded.
+    """
+
+    def __init__(self, collector: ImportCollector) -> None:
         self._collector = collector
         self._is_known = False
 
@@ -168,7 +169,7 @@ class _Sources:
         self._collector._depth -= 1
         sys.meta_path.remove(self)
         if not self._is_known:
-            # Whether a program imports bootseer says whether it tells itself when it is ready.
+            # "bootseer" in sys.modules must mean that the program itself imports it.
             for name in [name for name in sys.modules if name.partition(".")[0] == "bootseer"]:
                 del sys.modules[name]
 
@@ -184,15 +185,15 @@ class _Sources:
         )
 
 
-_watching: list[Collector] = []
+_collectors: list[ImportCollector] = []
 
 
 def install(package: str, began_ns: int) -> None:
-    """Begin to watch this process."""
-    _watching.append(Collector(package, began_ns))
-    _watching[0].begin()
+    """Begin to record this process's imports."""
+    _collectors.append(ImportCollector(package, began_ns))
+    _collectors[0].begin()
 
 
-def over() -> None:
-    """`bootseer.ready()` was called."""
-    _watching[0].over()
+def stop() -> None:
+    """End the recording; `bootseer.ready` calls this."""
+    _collectors[0].stop()

@@ -1,8 +1,8 @@
-"""Notes what a Python process does on the timeline, by wrapping functions that `frameworks` names.
+"""Recording of a Python process's stages, by wrapping the functions that `frameworks` names.
 
-Runs in the training process, with nothing but the standard library. A function is wrapped when its
-module has been loaded; each wrapper calls the original whatever goes wrong in its own part, and
-does nothing else once the process is ready. Main thread only: others call the originals at once.
+Runs in the training process and uses only the standard library. A function is wrapped when its
+module has been loaded. A wrapper always calls the original, whatever fails in its own part, and
+does nothing else after the process is ready. Records calls of the main thread only.
 """
 
 import atexit
@@ -26,42 +26,40 @@ from bootseer.timeline.recorder import (
     Timeline,
     current,
     program_name,
-    ready,
 )
 
 if TYPE_CHECKING:
-    from bootseer.profile.collect.imports import Collector
+    from bootseer.profile.collect.imports import ImportCollector
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 _NOTHING: Mapping[str, Value] = {}
-# Of a node's processes one says what it imported; the others import the same.
+# Longest list of slow imports. One process per node writes it, since all import the same.
 _MODULES_MAX = 150
 
 
 class Notes:
-    """What this process has noted so far."""
+    """The stages of this process."""
 
-    def __init__(self, collector: "Collector") -> None:
+    def __init__(self, collector: "ImportCollector") -> None:
         self._collector = collector
-        self.is_over = False
-        """The process is ready: nothing is noted any more."""
+        self.is_finished = False
+        """Whether recording has ended, since the process is ready."""
         self._open: list[Span] = []
         self._counts: dict[str, int] = {}
         self._wrapped: set[str] = set()
-        self._timeline = _join()
+        self._timeline = _process_timeline()
         self._figures: Sample = {}
         os.register_at_fork(after_in_child=self._forked)
         atexit.register(self.finish)
         self._since = time.perf_counter_ns() - time.time_ns()
         began = _began_ns() or collector.began_ns
-        # With all that it did before anything was worth noting.
-        until = collector.quiet_until_ns or time.time_ns()
+        # The stage covers everything before the first recorded import.
+        until = collector.first_noted_ns or time.time_ns()
         self._timeline.note("python start", began, max(0, until - began))
 
     def _forked(self) -> None:
-        """A child by fork is another process, which begins with nothing open."""
-        self._timeline = _join()
+        self._timeline = _process_timeline()
         self._open.clear()
 
     # -- imports
@@ -73,14 +71,13 @@ class Notes:
         self.end(span)
 
     def note_import(self, package: str, begin_ns: int, took_ns: int) -> None:
-        """An import that turned out to be slow."""
-        # Nobody knew when it began: what was counted since the last stage, which is a little more.
+        """Write an import that turned out to be slow."""
+        # There is no sample from its begin: use the last stage's, which counts a little more.
         before, self._figures = self._figures, sample()
         figures = difference(before, self._figures)
-        self._place().note(f"import {package}", begin_ns - self._since, took_ns, figures)
+        self._current().note(f"import {package}", begin_ns - self._since, took_ns, figures)
 
-    def _place(self) -> Timeline:
-        """The timeline, below the stage that is open."""
+    def _current(self) -> Timeline:
         return self._timeline.below(self._open[-1]) if self._open else self._timeline
 
     # -- stages
@@ -88,10 +85,10 @@ class Notes:
     def begin(
         self, name: str, attributes: dict[str, Any] | None = None, since_ns: int = 0
     ) -> Span | None:
-        """Begin a stage inside the one that is open, now or `since_ns`; None if not noted."""
-        if self.is_over or threading.current_thread() is not threading.main_thread():
+        """Begin a stage in the innermost open one, at `since_ns`; None if nothing is recorded."""
+        if self.is_finished or threading.current_thread() is not threading.main_thread():
             return None
-        span = self._place().span(name, attributes, since_ns=since_ns)
+        span = self._current().span(name, attributes, since_ns=since_ns)
         self._open.append(span)
         self._figures = span.figures
         return span
@@ -102,8 +99,8 @@ class Notes:
         error: BaseException | None = None,
         attributes: Mapping[str, Value] = _NOTHING,
     ) -> None:
-        """End a stage, and those inside it that nobody ended."""
-        # A child by fork ends nothing that its parent began.
+        """End a stage, and the stages inside it that are still open."""
+        # A forked child must not end stages of its parent.
         if span is None or span not in self._open:
             return
         while self._open.pop() is not span:
@@ -114,7 +111,7 @@ class Notes:
         self._figures = span.figures
 
     def count(self, name: str) -> int:
-        """How often this was asked with this name, with this time."""
+        """Return how often this was called with `name`, this call included."""
         self._counts[name] = self._counts.get(name, 0) + 1
         return self._counts[name]
 
@@ -127,22 +124,22 @@ class Notes:
         *,
         first_only: bool = False,
     ) -> None:
-        """Make a stage of each call; of the first one only where `barrier` or `first_only` says so.
+        """Replace a function by one that records each call, or only the first, as stage `name`.
 
-        `barrier` gets the call's arguments and returns what all who meet there have in common, or
-        None where this call is no meeting of its own.
+        `barrier` gets the call's arguments; it returns a name that is equal for all processes that
+        wait for each other in the call, or None if the call is not to be recorded.
         """
         original = getattr(owner, attribute)
-        wrapper = self.noting(original, name, barrier, first_only=first_only)
+        wrapper = self.recorded(original, name, barrier, first_only=first_only)
         setattr(owner, attribute, wrapper)
-        # Where it was loaded ahead, its packages have taken the original over already.
+        # A preloaded package may have imported the original already: replace it there, too.
         package = owner.__name__
         while package := package.rpartition(".")[0]:
             outer = sys.modules.get(package)
             if getattr(outer, attribute, None) is original:
                 setattr(outer, attribute, wrapper)
 
-    def noting(
+    def recorded(
         self,
         original: Callable[..., Any],
         name: str,
@@ -150,13 +147,13 @@ class Notes:
         *,
         first_only: bool = False,
     ) -> Callable[..., Any]:
-        """The function whose calls are stages; see `wrap`."""
+        """Return a function that calls `original` and records the call; see `wrap`."""
         has_run = False
 
         @functools.wraps(original)
         def wrapper(*args: Any, **named: Any) -> Any:
             nonlocal has_run
-            if self.is_over or (first_only and has_run):
+            if self.is_finished or (first_only and has_run):
                 return original(*args, **named)
             has_run = True
             span = None
@@ -178,38 +175,34 @@ class Notes:
 
     # -- frameworks
 
-    def loaded(self, name: str, module: Any) -> None:
-        """A module was imported; never raises."""
+    def on_loaded(self, name: str, module: Any) -> None:
+        """Wrap the functions of a module that was imported. Never raises."""
         hook = HOOKS.get(name)
-        if hook is None or self.is_over or name in self._wrapped:
+        if hook is None or self.is_finished or name in self._wrapped:
             return
-        # What is imported by the way is the module, not its package.
+        # The import system may return the top package instead of the module `name`.
         module = sys.modules.get(name, module)
         if getattr(module.__spec__, "_initializing", False):
-            return  # another module of a circle has asked for it; it is loaded later
+            return  # in a circular import: this is called again when it is loaded
         self._wrapped.add(name)
         try:
             hook(self, module)
         except Exception:
             return
 
-    def look(self) -> None:
-        """Modules may have been loaded unseen: in a fork of a preloader many are at once."""
+    def find_loaded(self) -> None:
+        """Wrap modules that were loaded without a call, as in a process forked from a preloader."""
         for name in HOOKS:
             if name in sys.modules:
-                self.loaded(name, sys.modules[name])
+                self.on_loaded(name, sys.modules[name])
 
     # -- the end
 
-    def ready(self) -> None:
-        """The first step is done: nothing is noted from here on."""
-        ready()
-
     def finish(self) -> None:
-        """Write the imports, and let go of what was wrapped."""
-        if self.is_over:
+        """Write the list of slow imports, and record nothing more. Idempotent."""
+        if self.is_finished:
             return
-        self.is_over = True
+        self.is_finished = True
         self._collector.end()
         self._collector.record()
         if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -223,8 +216,8 @@ class Notes:
         self._timeline.event(IMPORTS_EVENT, json.dumps(rows, separators=(",", ":")))
 
 
-def _join() -> Timeline:
-    """The timeline, for a process that is a new one; child processes find their parent by it."""
+def _process_timeline() -> Timeline:
+    """Return the timeline for this process, which gets a new id; children inherit it."""
     parent = os.environ.get(PROCESS_VARIABLE, "")
     os.environ[PROCESS_VARIABLE] = os.urandom(6).hex()
     timeline = current()
@@ -234,10 +227,10 @@ def _join() -> Timeline:
 
 
 def _began_ns() -> int | None:
-    """When this process began to be what it is, ns since 1970.
+    """Return when this process began, in ns since 1970; None if that is not known.
 
-    The launcher that became this process says when; of others the kernel says when they were
-    started, in ticks. Source: proc(5), starttime.
+    For the job itself, that is when its launcher became the command; for other processes, their
+    start time in ticks. Source: proc(5), starttime.
     """
     pid, _, launched = os.environ.get(LAUNCHED_VARIABLE, "").partition(":")
     if pid == str(os.getpid()):
@@ -247,5 +240,5 @@ def _began_ns() -> int | None:
         since_boot_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     except (OSError, ValueError, IndexError):
         return None
-    # The end of the tick: who started this process had then done what it did before.
+    # The end of the tick, so that the begin is not before the parent's last action.
     return time.time_ns() - max(0, since_boot_ns - (ticks + 1) * 1_000_000_000 // _TICKS)

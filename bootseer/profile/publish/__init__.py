@@ -1,1 +1,1 @@
-"""After a start: its timeline in the store, at a collector of OpenTelemetry, and as figures."""
+"""Publishing of a start's timeline: to the store, to an OpenTelemetry collector, and as metrics."""

@@ -1,8 +1,8 @@
-"""Sends a node's timeline to a collector, by OTLP over HTTP.
+"""Sending of a node's timeline to an OpenTelemetry collector, by OTLP over HTTP.
 
-What is not taken stays in the timeline, and is sent at the next look: the file is the queue.
-Requests are bounded, as is the time that all of them take. No header reaches a log or an error. For
-one thread.
+Lines that the collector does not take stay in the timeline file and are sent in the next round: the
+file is the queue. The size of a request and the time for all requests are bounded. Headers, which
+may be secrets, reach neither a log nor an error. For one thread.
 """
 
 import json
@@ -21,37 +21,37 @@ from bootseer.errors import (
 from bootseer.http.transport import Response, Server, Transport
 from bootseer.profile.publish.endpoints import Endpoint
 from bootseer.profile.publish.otlp_messages import encode_groups
-from bootseer.profile.publish.outgoing import Line
+from bootseer.profile.publish.outgoing import TimelineLine
 from bootseer.transfer.policy import Attempts, Policy
 
 DEADLINE_S = 30.0
-"""For all that is sent at one look to one endpoint, with the waits between attempts."""
+"""Limit for one round to one endpoint, with the waits between attempts."""
 _POLICY = Policy(attempts=20, base_s=1.0, cap_s=15.0)
-# OTLP/HTTP, "Failures": no others.
+# The only statuses after which OTLP/HTTP, "Failures", allows another attempt.
 _RETRYABLE = (429, 502, 503, 504)
 _BATCH_BYTES = 1024 * 1024
 _BATCH_LINES = 512
 _RECORD_BYTES_MAX = 64 * 1024
-"""The list of slow imports is no log record that anybody wants to read."""
+"""Longer records are left out: the list of slow imports is of no use as a log record."""
 _GROUPS = {"traces": "resourceSpans", "logs": "resourceLogs"}
 _TYPES = {"http/protobuf": "application/x-protobuf", "http/json": "application/json"}
 
 
 class Sent(NamedTuple):
-    """How far one look has come."""
+    """Progress of one round."""
 
     offsets: dict[str, int]
-    """By kind of records and file, what the collector has of it."""
+    """End offset of the lines that the collector has, by kind of records and file."""
     problem: str = ""
 
 
-class _Batch(NamedTuple):
+class _MessageBatch(NamedTuple):
     body: bytes
     offsets: Mapping[str, int]
 
 
-def send(endpoint: Endpoint, lines: Sequence[Line], sent: Mapping[str, int]) -> Sent:
-    """Send what is new in `lines`. Never raises for what the collector or its name does."""
+def send(endpoint: Endpoint, lines: Sequence[TimelineLine], sent: Mapping[str, int]) -> Sent:
+    """Send the lines that the collector does not have. A failure is in the result."""
     offsets: dict[str, int] = {}
     problem = ""
     try:
@@ -61,7 +61,7 @@ def send(endpoint: Endpoint, lines: Sequence[Line], sent: Mapping[str, int]) -> 
     ends_s = time.monotonic() + DEADLINE_S
     try:
         for batch in _batches(endpoint, lines, sent):
-            # Of what is left for the whole look: a request that is taken gives the next no more.
+            # Each request gets the time left of the round, not a deadline of its own.
             left_s = ends_s - time.monotonic()
             if left_s <= 0:
                 problem = f"the collector took longer than {DEADLINE_S:g} s; the rest is sent later"
@@ -70,7 +70,7 @@ def send(endpoint: Endpoint, lines: Sequence[Line], sent: Mapping[str, int]) -> 
                 if batch.body:
                     _post(transport, endpoint, batch.body, Attempts(_POLICY, left_s))
             except InvalidInputError as error:
-                # Not ours to mend, and no better the next time: others go on.
+                # The collector refuses these records, and would again: go on with the others.
                 problem = str(error)
             offsets |= batch.offsets
     except BootseerError as error:
@@ -81,10 +81,9 @@ def send(endpoint: Endpoint, lines: Sequence[Line], sent: Mapping[str, int]) -> 
 
 
 def _transport(endpoint: Endpoint) -> Transport:
-    """Raises: UnsupportedError, InvalidInputError."""
     if endpoint.protocol not in _TYPES:
         raise UnsupportedError(
-            f"OTEL_EXPORTER_OTLP_PROTOCOL={endpoint.protocol[:20]} is not spoken here: use "
+            f"OTEL_EXPORTER_OTLP_PROTOCOL={endpoint.protocol[:20]} is not supported: use "
             "http/protobuf or http/json, and the collector's port for it (mostly 4318)"
         )
     try:
@@ -92,10 +91,10 @@ def _transport(endpoint: Endpoint) -> Transport:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError
         own = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        parts.port  # noqa: B018  # it raises
+        parts.port  # noqa: B018  # raises ValueError
     except ValueError:
         raise InvalidInputError(
-            "OTEL_EXPORTER_OTLP_ENDPOINT is no http:// or https:// URL"
+            "OTEL_EXPORTER_OTLP_ENDPOINT is not an http:// or https:// URL"
         ) from None
     key = Path(endpoint.client_key) if endpoint.client_key else None
     server = Server(
@@ -111,21 +110,20 @@ def _transport(endpoint: Endpoint) -> Transport:
 
 
 def _batches(
-    endpoint: Endpoint, lines: Sequence[Line], sent: Mapping[str, int]
-) -> Iterator[_Batch]:
-    """The records of the endpoint's kind that it does not have, a bounded request at a time."""
+    endpoint: Endpoint, lines: Sequence[TimelineLine], sent: Mapping[str, int]
+) -> Iterator[_MessageBatch]:
     name = _GROUPS[endpoint.signal]
     is_json = endpoint.protocol == "http/json"
     bodies: list[bytes] = []
     groups: list[Any] = []
     offsets: dict[str, int] = {}
 
-    def batch() -> _Batch:
+    def batch() -> _MessageBatch:
         if is_json:
             body = json.dumps({name: groups}, separators=(",", ":")).encode() if groups else b""
         else:
             body = b"".join(bodies)
-        return _Batch(body, dict(offsets))
+        return _MessageBatch(body, dict(offsets))
 
     for line in lines:
         key = f"{endpoint.signal} {line.path}"
@@ -136,7 +134,7 @@ def _batches(
             try:
                 encoded = encode_groups(name, found)
             except (ValueError, TypeError, OverflowError, RecursionError, struct.error):
-                encoded = b""  # one record that is none would cost all others
+                encoded = b""  # leave out one bad record rather than fail the request
             if 0 < len(encoded) <= _RECORD_BYTES_MAX:
                 bodies.append(encoded)
                 groups += found
@@ -149,11 +147,7 @@ def _batches(
 
 
 def _post(transport: Transport, endpoint: Endpoint, body: bytes, attempts: Attempts) -> None:
-    """Send one request until it is taken.
-
-    Raises: InvalidInputError where the collector does not want it; BootseerError where nothing goes
-    on.
-    """
+    """Send a request until accepted. Raises: InvalidInputError if refused; BootseerError."""
     headers = {**dict(endpoint.headers), "Content-Type": _TYPES[endpoint.protocol]}
     if endpoint.compresses:
         import gzip
@@ -179,8 +173,10 @@ def _check(response: Response) -> None:
     if status in _RETRYABLE:
         raise response.unavailable(f"{server} answered {status}")
     if status in (400, 413):
-        raise InvalidInputError(f"{server} refused a request with {status}: it is left out")
+        raise InvalidInputError(
+            f"{server} refused a request with status {status}: its records are left out"
+        )
     raise UnsupportedError(
-        f"{server} answered {status}: OTEL_EXPORTER_OTLP_ENDPOINT or _HEADERS are wrong, or it "
-        "takes no such records"
+        f"{server} answered {status}: check OTEL_EXPORTER_OTLP_ENDPOINT and _HEADERS, and whether "
+        "it accepts such records"
     )

@@ -1,7 +1,7 @@
-"""Which collectors the environment names, by OpenTelemetry's variables. Pure.
+"""Collectors that the environment names, by OpenTelemetry's variables. Pure.
 
 Source: opentelemetry-specification, "OpenTelemetry Protocol Exporter" and "General SDK
-Configuration". Light: every start asks whether there are any.
+Configuration". Imports little, since every start asks for the collectors.
 """
 
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ _SIGNALS = ("traces", "logs")
 
 
 class Endpoint(NamedTuple):
-    """Where one kind of records goes. Its headers are secrets."""
+    """Address and options for one kind of records. Its headers are secrets."""
 
     signal: str
     """`traces` or `logs`."""
     url: str
     headers: tuple[tuple[str, str], ...]
     protocol: str
-    """`http/protobuf` or `http/json`; others are not spoken."""
+    """`http/protobuf` or `http/json`; no other is supported."""
     timeout_s: float
-    """For one request."""
+    """Limit for one request."""
     certificate: str = ""
     client_certificate: str = ""
     client_key: str = ""
@@ -31,7 +31,7 @@ class Endpoint(NamedTuple):
 
 
 def endpoints(environ: Mapping[str, str]) -> tuple[Endpoint, ...]:
-    """One for each kind of records that somebody wants; none where nothing names a collector."""
+    """Return an endpoint for each kind of records that a variable names a collector for."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return ()
     found = (_endpoint(environ, signal) for signal in _SIGNALS)
@@ -43,7 +43,7 @@ def _endpoint(environ: Mapping[str, str], signal: str) -> Endpoint | None:
         own = environ.get(f"{_PREFIX}{signal.upper()}_{name}", "").strip()
         return own or environ.get(_PREFIX + name, "").strip()
 
-    # An own URL is used as it is; the common one gets a path.
+    # A URL for one signal is used as it is; the common URL gets the signal's path appended.
     url = environ.get(f"{_PREFIX}{signal.upper()}_ENDPOINT", "").strip()
     if not url and (common := environ.get(f"{_PREFIX}ENDPOINT", "").strip()):
         url = f"{common.rstrip('/')}/v1/{signal}"
@@ -64,12 +64,11 @@ def _endpoint(environ: Mapping[str, str], signal: str) -> Endpoint | None:
 
 
 def _headers(text: str) -> tuple[tuple[str, str], ...]:
-    """`key=value,key=value`, percent-encoded, as W3C Baggage has it."""
+    """Parse `key=value,key=value` with percent-encoded values, as in W3C Baggage."""
     pairs = (one.partition("=") for one in text.split(","))
     return tuple((key.strip(), unquote(value.strip())) for key, _, value in pairs if key.strip())
 
 
 def _timeout_s(text: str) -> float:
-    """Of milliseconds."""
     number = int(text) if text.isascii() and text.isdigit() else 0
     return min(number / 1000, _TIMEOUT_S_MAX) if number else _TIMEOUT_S

@@ -1,6 +1,6 @@
-"""Notes of launchers whose timelines are published, and what one round of that has done.
+"""Documents of timeline publishing: a launcher's note, and the result of one round.
 
-Light, since every start loads it.
+Imports little, since every start loads this module.
 """
 
 import os
@@ -13,28 +13,28 @@ from bootseer.profile.publish.endpoints import endpoints
 from bootseer.settings.config import Settings
 
 
-class Note(Struct, frozen=True):
-    """A launcher of a start, as it describes itself."""
+class LauncherNote(Struct, frozen=True):
+    """Description of a launcher of a start, for the attendant."""
 
     settings: Settings
-    """In a file without user, password and query of the store's URL."""
+    """In a note file, the store's URL lacks user, password and query."""
     timeline: Path
     process: ProcessId
-    """The launcher, and the job that it becomes."""
+    """The launcher, which becomes the job."""
     ready_name: str = ""
     slurm_job: str = ""
-    """The job of Slurm whose end kills the process that publishes."""
+    """Number of the Slurm job whose end kills the attendant; empty for none."""
     publishes: bool = True
-    """Whether the timeline is wanted anywhere."""
+    """Whether the timeline is to be published."""
 
 
-class Round(Struct, frozen=True):
-    """What one round of publishing has done."""
+class RoundResult(Struct, frozen=True):
+    """Result of one round of publishing."""
 
     sent: dict[str, int] = {}
-    """How much of each file the collector has."""
+    """End offset of the lines that the collector has, by kind of records and file."""
     problems: dict[str, str] = {}
-    """What went wrong, by who it went wrong with."""
+    """Failures, by the receiver or step that failed."""
 
 
 def is_wanted(settings: Settings) -> bool:
@@ -43,6 +43,5 @@ def is_wanted(settings: Settings) -> bool:
 
 
 def is_stored(settings: Settings) -> bool:
-    """Return whether timelines go to the store. What lies beside an image in a registry is no place
-    for what each start adds."""
+    """Return whether timelines go to the store. A registry is for images alone."""
     return settings.publish_timelines and not settings.store_url.startswith("oci:")

@@ -1,8 +1,8 @@
-"""OTLP's records from JSON to protocol buffers. Pure (no I/O).
+"""Conversion of OTLP records from JSON to protocol buffers. Pure (no I/O).
 
-Source: opentelemetry-proto, trace/v1, logs/v1, common/v1; numbers of fields never change. OTLP's
-JSON is that of protocol buffers but for ids, which are hexadecimal. Fields that are not here are
-left out. Requests that follow each other are one request that has the records of both.
+Source: opentelemetry-proto, trace/v1, logs/v1, common/v1; field numbers never change. OTLP's JSON
+equals that of protocol buffers, except that ids are hexadecimal. Fields without an entry here are
+left out. Two concatenated requests are one request with the records of both.
 """
 
 import base64
@@ -18,7 +18,7 @@ _FIXED32, _FIXED64, _VARINT, _BYTES = 5, 1, 0, 2
 
 def _text(value: Any) -> bytes:
     if not isinstance(value, str):
-        raise ValueError("a text is none")
+        raise ValueError("not a string")
     return delimited(value.encode())
 
 
@@ -26,7 +26,7 @@ def _id(size: int) -> Callable[[Any], bytes]:
     def encode_id(value: Any) -> bytes:
         data = bytes.fromhex(value)
         if len(data) not in (0, size):
-            raise ValueError("an id of another size")
+            raise ValueError("an id of the wrong size")
         return delimited(data)
 
     return encode_id
@@ -144,16 +144,17 @@ _REQUEST: dict[str, _Field] = {
 
 
 def encode_groups(name: str, groups: Any) -> bytes:
-    """An export request of `resourceSpans` or `resourceLogs`.
+    """Return an export request with the records of `resourceSpans` or `resourceLogs`.
 
-    Raises: ValueError, TypeError, OverflowError, RecursionError, struct.error for what is none.
+    Raises: ValueError, TypeError, OverflowError, RecursionError, struct.error for malformed
+    records.
     """
     return _message(_REQUEST, {name: groups})
 
 
 def _message(fields: Mapping[str, _Field], document: Any) -> bytes:
     if not isinstance(document, dict):
-        raise ValueError("a message is none")
+        raise ValueError("not an object")
     data = bytearray()
     for name, value in document.items():
         if name in fields:

@@ -1,7 +1,7 @@
-"""A node's timelines as they may leave it: whole lines of JSON, without secrets.
+"""Lines of a node's timelines in a form that may leave the node: whole JSON lines without secrets.
 
-Jobs write their timelines themselves, with secrets in their errors and names: each text in a line
-is redacted, and what is no line of JSON is left out. Functions only.
+Jobs write to their timelines, too, with secrets in errors and names: each text in a line is
+redacted, and a line that is not JSON is left out. Functions only.
 """
 
 import os
@@ -21,17 +21,17 @@ _SPANS_A_LINE = 200
 _redact = lru_cache(4096)(redact)
 
 
-class Line(NamedTuple):
-    """One line of a timeline."""
+class TimelineLine(NamedTuple):
+    """A line of a timeline."""
 
     path: str
     end: int
-    """Where it ends in its file."""
+    """Offset of the line's end in its file."""
     document: dict[str, Any]
 
 
-def outgoing(paths: Iterable[Path]) -> Iterator[Line]:
-    """The lines of these files, as many as the timeline of a start may have. Raises: OSError."""
+def outgoing(paths: Iterable[Path]) -> Iterator[TimelineLine]:
+    """Yield the lines of these files, up to a start's size limit. Raises: OSError."""
     left = BYTES_MAX
     for path in paths:
         with open(path, "rb", opener=_opener) as file:
@@ -42,21 +42,21 @@ def outgoing(paths: Iterable[Path]) -> Iterator[Line]:
             end += len(text)
             document = _document(text)
             if document is not None:
-                yield Line(str(path), end, document)
+                yield TimelineLine(str(path), end, document)
 
 
 def _opener(path: str, flags: int) -> int:
-    # A job may have put something else in its place.
+    # A job may have replaced the file by a link or a pipe.
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def encode(lines: Iterable[Line]) -> bytes:
+def encode(lines: Iterable[TimelineLine]) -> bytes:
     """Return the lines of a timeline, with the spans of one writer in one line.
 
     Begins of stages that have ended are left out: the end repeats all that they say.
     """
     spans: dict[bytes, list[Any]] = {}
-    others: list[Line] = []
+    others: list[TimelineLine] = []
     ended: set[str] = set()
     for line in lines:
         match line.document:
@@ -81,7 +81,7 @@ def encode(lines: Iterable[Line]) -> bytes:
     return b"".join(msgspec.json.encode(request) + b"\n" for request in requests)
 
 
-def _is_begin_of(line: Line, ended: Collection[str]) -> bool:
+def _is_begin_of(line: TimelineLine, ended: Collection[str]) -> bool:
     match line.document:
         case {
             "resourceLogs": [{"scopeLogs": [{"logRecords": [{"eventName": name, "spanId": id}]}]}]
@@ -91,7 +91,7 @@ def _is_begin_of(line: Line, ended: Collection[str]) -> bool:
 
 
 def _document(text: bytes) -> dict[str, Any] | None:
-    # The last one may still be written.
+    # The last line may be incomplete, since somebody is writing it.
     if len(text) > _LINE_BYTES_MAX or not text.endswith(b"\n"):
         return None
     try:

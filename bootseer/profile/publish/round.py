@@ -1,7 +1,7 @@
-"""One round of publishing: the node's timeline as it is now, to the store and the collector.
+"""Round of publishing: sends the node's timelines to the store, the metrics file and the collector.
 
-Runs in a copy of the process that has the duty (`duty`). What fails is said, and tried again
-in the next round; nobody waits for it.
+Runs in a copy of the process that has the duty (`duty`). A failure is reported and tried again in
+the next round; nobody waits for a round.
 """
 
 import os
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from bootseer.errors import BootseerError
 from bootseer.profile.publish.collector import send
 from bootseer.profile.publish.endpoints import endpoints
-from bootseer.profile.publish.note import Note, Round, is_stored
-from bootseer.profile.publish.outgoing import Line, encode, outgoing
+from bootseer.profile.publish.note import LauncherNote, RoundResult, is_stored
+from bootseer.profile.publish.outgoing import TimelineLine, encode, outgoing
 from bootseer.profile.publish.start_figures import render_start
 from bootseer.report.decoding import decode
 from bootseer.report.sources import key_of, pack
@@ -20,10 +20,9 @@ from bootseer.store import open_own_store
 
 
 def publish(
-    notes: Sequence[Note], sent: Mapping[str, int], figures: FiguresFile | None = None
-) -> Round:
-    """Publish the timelines of these launchers, of which the collector has as much as `sent`
-    says."""
+    notes: Sequence[LauncherNote], sent: Mapping[str, int], figures: FiguresFile | None = None
+) -> RoundResult:
+    """Publish the timelines of these launchers; `sent` says how much of them the collector has."""
     problems: dict[str, str] = {}
     lines = list(outgoing(note.timeline for note in notes))
     try:
@@ -41,11 +40,10 @@ def publish(
         offsets |= done.offsets
         if done.problem:
             problems[f"the collector of {endpoint.signal}"] = done.problem
-    return Round(offsets, problems)
+    return RoundResult(offsets, problems)
 
 
-def _store(note: Note, lines: Sequence[Line]) -> None:
-    """Put it there in the place of what an earlier round has put. Raises: BootseerError."""
+def _store(note: LauncherNote, lines: Sequence[TimelineLine]) -> None:
     settings = note.settings
     key = key_of(settings.job, settings.submission, settings.attempt, note.timeline.stem)
     with open_own_store(settings) as store:

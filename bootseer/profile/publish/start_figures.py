@@ -1,6 +1,6 @@
-"""The figures of the last start of a job on this node, for Prometheus (docs/operations.md). Pure.
+"""Metrics of a job's last start on this node, for Prometheus (docs/operations.md). Pure.
 
-No label is new at each start: neither its submission nor a process is one.
+No label has a new value at each start, so neither the submission nor a process is a label.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +11,13 @@ from bootseer.timeline.otlp import PROCESS, READY, ROLE, START, Stage
 _START, _ENVIRONMENT = "bootseer_start_", "bootseer_environment_"
 _MOVED = "bootseer.bytes"
 _STAGES_MAX = 50
-"""Programs name stages as they like."""
+"""Limit on series, since programs name stages as they like."""
 _ENVIRONMENTS_MAX = 10
 _Key = tuple[str, str]
 
 
 def render_start(stages: Sequence[Stage], job: str, slot: int) -> str:
-    """The whole file of the stages of a start on one node."""
+    """Return the text of the metrics file for the stages of a start on one node."""
     own = (("job_name", job), ("slot", str(slot)))
     return render((*_of_start(stages), *_of_stages(stages), *_of_environments(stages)), own)
 
@@ -48,13 +48,13 @@ def _of_stages(stages: Sequence[Stage]) -> Iterator[Family]:
     for stage in stages:
         if stage.name not in (START, READY):
             by_name.setdefault((stage.name, str(stage.resource.get(ROLE, ""))), []).append(stage)
-    # The longest are worth a series.
+    # Only the longest stages get a series.
     chosen = sorted(by_name, key=lambda key: -_longest_s(by_name[key]))[:_STAGES_MAX]
     found = {key: by_name[key] for key in sorted(chosen)}
     figures: tuple[tuple[str, str, dict[_Key, float]], ...] = (
         (
             "stage_seconds",
-            "How long a stage took, on the process where it took longest.",
+            "Duration of a stage, on the process where it took longest.",
             {key: _longest_s(same) for key, same in found.items() if _ended(same)},
         ),
         (
@@ -69,7 +69,7 @@ def _of_stages(stages: Sequence[Stage]) -> Iterator[Family]:
         ),
         (
             "stage_bytes",
-            "What a stage moved over the network.",
+            "Bytes that a stage moved over the network.",
             {
                 key: sum(map(_bytes, same))
                 for key, same in found.items()
@@ -94,7 +94,7 @@ def _of_environments(stages: Sequence[Stage]) -> Iterator[Family]:
     for name, text, values in (
         (
             "seconds",
-            "How long it took until an environment was there.",
+            "Time until an environment was in place.",
             {key: _longest_s([stage]) for key, stage in found.items()},
         ),
         (
@@ -104,7 +104,7 @@ def _of_environments(stages: Sequence[Stage]) -> Iterator[Family]:
         ),
         (
             "bytes",
-            "What came over the network for an environment.",
+            "Bytes that came over the network for an environment.",
             {key: _bytes(stage) for key, stage in found.items()},
         ),
         (

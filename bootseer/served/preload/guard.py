@@ -1,7 +1,7 @@
-"""The parent of a forked worker, which ends with whoever stands for it.
+"""Parent of a forked worker, which passes signals and ends the worker together with its stand-in.
 
-A fork of the preloader, like the worker: an interpreter of its own would take a worker's start as
-much time as all else. It looks at nothing but two processes. Standard library alone; one thread.
+A fork of the preloader, like the worker, since an interpreter of its own would double a worker's
+start. It observes two processes and nothing else. Standard library alone; one thread.
 """
 
 import _signal  # type: ignore[import-not-found]
@@ -19,11 +19,11 @@ from bootseer.served.preload.shim import (
     send,
 )
 
-_LOOK_MS = 200
+_CHECK_MS = 200
 
 
 def guard(connection: Any, worker: int, stand_in: int) -> NoReturn:
-    """The worker's parent: tells its end, passes signals on, and ends it with its stand-in."""
+    """Report the worker's end, pass signals on to it, and kill it if its stand-in ends."""
     descriptor = connection.fileno()
     connection.setblocking(False)
     reader, writer = posix.pipe2(posix.O_CLOEXEC | posix.O_NONBLOCK)
@@ -34,16 +34,17 @@ def guard(connection: Any, worker: int, stand_in: int) -> NoReturn:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.register(reader, select.POLLIN)
-    # We have stopped the worker, others have; our stand-in was asked to stop, and has heard of it.
-    is_stopped = is_stopped_by_others = is_asked = has_heard = False
-    # So many SIGCONT that the stand-in passes on are our own.
+    # The guard has stopped the worker; somebody else has; the stand-in was asked to stop; the
+    # stand-in has confirmed that.
+    is_stopped = is_stopped_by_others = is_asked = has_confirmed = False
+    # Number of SIGCONT sent to the stand-in by the guard, which the stand-in will pass on.
     own_count = 0
     while True:
-        # Before it waits: the worker may have ended before there was a handler.
+        # Before the first wait, since the worker may have ended before there was a handler.
         pid, status = posix.waitpid(worker, posix.WNOHANG | posix.WUNTRACED | posix.WCONTINUED)
         if pid and posix.WIFSTOPPED(status):
             if not is_stopped:
-                is_stopped_by_others, is_asked, has_heard = True, True, False
+                is_stopped_by_others, is_asked, has_confirmed = True, True, False
                 send(connection, b"S\0\0\0\0")
         elif pid and posix.WIFCONTINUED(status):
             is_asked |= is_stopped
@@ -51,7 +52,7 @@ def guard(connection: Any, worker: int, stand_in: int) -> NoReturn:
         elif pid:
             send(connection, b"E" + status.to_bytes(4, "big"))
             posix._exit(0)
-        # Nothing tells that another process was stopped.
+        # No event reports that a process other than a child was stopped, so its state is polled.
         state = read(f"/proc/{stand_in}/stat").rpartition(b")")[2].split()[:1]
         if state == [b"T"] and not is_stopped_by_others:
             if is_asked:
@@ -61,7 +62,7 @@ def guard(connection: Any, worker: int, stand_in: int) -> NoReturn:
             elif not is_stopped:
                 is_stopped = True
                 _kill(worker, SIGSTOP, of_group=True)
-        for ready, _ in poll.poll(_LOOK_MS):
+        for ready, _ in poll.poll(_CHECK_MS):
             if ready == reader:
                 posix.read(reader, 512)
                 continue
@@ -72,8 +73,8 @@ def guard(connection: Any, worker: int, stand_in: int) -> NoReturn:
             except OSError:
                 data = b""
             if not data:
-                # Where it is a launcher, its workers are groups of their own.
-                for one in _below(worker):
+                # If the worker is a launcher, its workers have process groups of their own.
+                for one in _stopped_descendants(worker):
                     _kill(one, SIGKILL, of_group=False)
                 _kill(worker, SIGKILL, of_group=True)
                 posix.waitpid(worker, 0)
@@ -81,14 +82,14 @@ def guard(connection: Any, worker: int, stand_in: int) -> NoReturn:
             for place in range(0, len(data) - 1, 2):
                 number = data[place]
                 if number == 0:
-                    has_heard = True
+                    has_confirmed = True
                 elif number == SIGCONT and own_count:
                     own_count -= 1
-                elif number == SIGCONT and is_stopped_by_others and not has_heard:
-                    pass  # from before the worker was stopped
+                elif number == SIGCONT and is_stopped_by_others and not has_confirmed:
+                    pass  # sent before the worker was stopped
                 else:
                     if number == SIGCONT:
-                        is_stopped, is_asked = False, is_asked and not has_heard
+                        is_stopped, is_asked = False, is_asked and not has_confirmed
                     _kill(worker, number, of_group=bool(data[place + 1]))
 
 
@@ -102,8 +103,8 @@ def _kill(worker: int, number: int, *, of_group: bool) -> None:
         return
 
 
-def _below(pid: int) -> list[int]:
-    """The processes that this one has started, and those that they have: stopped, all of them."""
+def _stopped_descendants(pid: int) -> list[int]:
+    """Stop the process and all its descendants, and return the descendants."""
     _kill(pid, SIGSTOP, of_group=False)
     found: list[int] = []
     try:
@@ -112,5 +113,5 @@ def _below(pid: int) -> list[int]:
         return found
     for task in tasks:
         for child in map(int, read(f"/proc/{pid}/task/{task}/children").split()):
-            found += [*_below(child), child]
+            found += [*_stopped_descendants(child), child]
     return found

@@ -1,7 +1,7 @@
-"""Imports what a record names, in the preloader, and looks what each import does to the process.
+"""Imports in the preloader: imports the modules of a record, and checks the process after each.
 
-Alone decides in which order modules are imported, and which cannot be preloaded because of another.
-Standard library alone; one thread.
+Only this module decides the order of imports, and which modules cannot be preloaded because of
+another. Standard library alone; one thread.
 """
 
 import _frozen_importlib
@@ -15,19 +15,19 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bootseer.served.preload.checks import Checks, Refusal, device_mapping
+from bootseer.served.preload.checks import Checks, PreloadRefused, device_mapping
 from bootseer.served.preload.preloaded import Effect, Preloaded, variables
 from bootseer.served.preload.record import digests_of
 
-# Digests of an installation's files, which their functions keep: of 440 MB in triton 3, before each
-# worker's first compilation.
+# Functions that compute a digest of their installation's files, and keep it. In triton 3 that is
+# 440 MB, which each worker would read before its first compilation.
 _DIGESTS = (("triton.runtime.cache", "triton_key"),)
 _LARGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
 
 
-class Offence(BaseException):
-    """A module cannot be preloaded, nor can those whose imports lead to it."""
+class ModuleRefused(BaseException):
+    """A module cannot be preloaded, nor can the modules whose imports lead to it."""
 
     def __init__(self, importers: Iterable[str], module: str, fault: str) -> None:
         super().__init__(f"{module} {fault} when it is imported")
@@ -36,8 +36,6 @@ class Offence(BaseException):
 
 
 class _Importer:
-    """One run through the modules of a record."""
-
     def __init__(self, preloaded: Preloaded, refused: Mapping[str, str], salt: str) -> None:
         self._preloaded = preloaded
         self._salt = salt
@@ -50,21 +48,21 @@ class _Importer:
         self._original: Any = None
         self._changed: Mapping[str, str] = {}
         self._suspects: dict[str, list[str]] = {}
-        self._offence: Offence | None = None
+        self._refusal: ModuleRefused | None = None
         self._leading: set[str] = set()
-        """Modules that led to one that is refused."""
+        """Modules that led to the import of a refused module."""
 
     def importing(self) -> str:
         return self._stack[-1] if self._stack else ""
 
     def run(
-        self, names: Iterable[str], changed: Mapping[str, str], visible: Collection[str]
+        self, names: Iterable[str], changed: Mapping[str, str], initial_modules: Collection[str]
     ) -> None:
-        # What this part of the process needed itself is as good as what it imports.
+        # Modules that Bootseer's own code here has imported count as preloaded, too.
         self._order = dict.fromkeys(
             name
             for name in sys.modules
-            if name not in visible and name.partition(".")[0] != "bootseer"
+            if name not in initial_modules and name.partition(".")[0] != "bootseer"
         )
         self._seen = len(sys.modules)
         self._changed = changed
@@ -80,56 +78,58 @@ class _Importer:
             _frozen_importlib._find_and_load = self._original  # type: ignore[attr-defined]
         digests = digests_of(os.environ, self._salt)
         for variable, modules in self._suspects.items():
-            # Where the imports themselves have set it, it is what the program had in the end.
+            # Harmless if the imports themselves have set it to the program's value.
             if digests.get(variable, "") != self._changed[variable]:
                 fault = f"reads {variable}, which the program sets itself,"
-                raise Offence(modules[:-1], modules[-1], fault)
+                raise ModuleRefused(modules[:-1], modules[-1], fault)
         self._preloaded.modules = [(n, sys.modules[n]) for n in self._order if n in sys.modules]
 
     def _import_all(self, names: Iterable[str]) -> None:
-        """Raises: Offence. A refused module does nothing, so that all which lead to one are found
-        before this process is given up; whatever else goes wrong then comes of that."""
-        known: Offence | None = None
+        """Import the modules. Raises: ModuleRefused.
+
+        After a module that was refused before, go on to find all modules that lead to one; any
+        other failure then may be a consequence, and is ignored.
+        """
+        known: ModuleRefused | None = None
         for name in names:
             if name in sys.modules or self._is_refused(name):
                 continue
             try:
                 self._import(name)
-            except Offence as offence:
-                if known is None and offence.module not in self._refused:
+            except ModuleRefused as refusal:
+                if known is None and refusal.module not in self._refused:
                     raise
-                known = known or offence
-                if offence.module not in self._refused:
+                known = known or refusal
+                if refusal.module not in self._refused:
                     break
-                self._leading |= offence.importers
-                self._offence = None
+                self._leading |= refusal.importers
+                self._refusal = None
         if known is not None:
             known.importers |= self._leading
             raise known
 
     def _compute_digests(self) -> None:
-        """Raises: Offence, by what is imported on the way."""
         for name, function in _DIGESTS:
             try:
                 if name in sys.modules:
                     getattr(sys.modules[name], function)()
-            except Offence as offence:
-                if offence.module not in self._refused:
+            except ModuleRefused as refusal:
+                if refusal.module not in self._refused:
                     raise
-                self._offence = None
+                self._refusal = None
             except Exception:
-                continue  # each worker finds that out itself
+                continue  # each worker will compute the digest itself
 
     def _import(self, name: str) -> None:
         try:
             importlib.import_module(name)
-        except (Offence, Refusal):
+        except (ModuleRefused, PreloadRefused):
             raise
         except BaseException as error:
             fault = f"cannot be imported ({type(error).__name__}: {error})"
-            raise Offence([], name, fault) from None
-        if self._offence is not None:
-            raise self._offence  # some module has caught it
+            raise ModuleRefused([], name, fault) from None
+        if self._refusal is not None:
+            raise self._refusal  # a module has caught the exception
 
     def _is_refused(self, name: str) -> bool:
         parts = name.split(".")
@@ -138,31 +138,31 @@ class _Importer:
 
     def _load(self, name: str, import_: Any) -> Any:
         if self._refused.get(name):
-            # Known already: whatever has led to it is refused as well.
-            self._offend(self._stack, name, "cannot be preloaded, as was found before,")
+            # Known from an earlier attempt; the modules on the stack are refused, too.
+            self._refuse(self._stack, name, "could not be preloaded before and is not allowed")
         self._stack.append(name)
         try:
             module = self._original(name, import_)
-            self._complete(name)
+            self._on_complete(name)
         finally:
             self._stack.pop()
         return module
 
-    def _offend(self, importers: Iterable[str], module: str, fault: str) -> NoReturn:
-        self._offence = self._offence or Offence(importers, module, fault)
-        raise self._offence
+    def _refuse(self, importers: Iterable[str], module: str, fault: str) -> NoReturn:
+        self._refusal = self._refusal or ModuleRefused(importers, module, fault)
+        raise self._refusal
 
-    def _complete(self, name: str) -> None:
+    def _on_complete(self, name: str) -> None:
         checks = self._preloaded.checks
         fault = checks.fault(is_outermost=len(self._stack) == 1)
-        for variable in checks.new:
+        for variable in checks.new_variables:
             if variable in self._changed:
                 self._suspects.setdefault(variable, list(self._stack))
         if fault:
-            # What was noted may be of a module that goes on being imported.
-            module = checks.offender if checks.offender in self._stack else name
-            self._offend(self._stack[: self._stack.index(module)], module, fault)
-        # What is not complete itself comes later. Some modules are put there by others.
+            # The cause may be a module whose import is still going on.
+            module = checks.offending_module if checks.offending_module in self._stack else name
+            self._refuse(self._stack[: self._stack.index(module)], module, fault)
+        # Modules on the stack are not complete yet. Some modules are added by other modules.
         new = list(sys.modules)[self._seen :]
         for one in new:
             if one == name or one not in self._stack:
@@ -170,11 +170,12 @@ class _Importer:
         if len(self._stack) == 1:
             self._seen = len(sys.modules)
         place = len(self._order)
-        self._preloaded.consulted += [(place, variable) for variable in dict.fromkeys(checks.new)]
-        checks.new.clear()
-        self._note_effect(place)
+        variables_read = dict.fromkeys(checks.new_variables)
+        self._preloaded.variables_read += [(place, variable) for variable in variables_read]
+        checks.new_variables.clear()
+        self._record_effect(place)
 
-    def _note_effect(self, place: int) -> None:
+    def _record_effect(self, place: int) -> None:
         now = variables()
         changes = {}
         if now != self._variables:
@@ -202,36 +203,44 @@ def preload(
     refused: Mapping[str, str],
     changed: Mapping[str, str],
     salt: str,
-    visible: Collection[str],
+    initial_modules: Collection[str],
     memory_bytes: int,
 ) -> Preloaded:
-    """Import the modules, without those that are refused. Standard output and error must be files.
+    """Import the modules `names` without the refused ones. Standard output and error must be files.
 
-    `changed`: variables that are not what they were when the program is ready, by the digests
-    (with `salt`) of what they are. `visible`: the modules that an interpreter has from its start.
-    Raises: Offence; Refusal where nothing can be preloaded at all.
+    Args:
+        names: Modules of the record.
+        refused: Modules that cannot be preloaded, with the reason.
+        changed: Variables that the program changes itself, with digests of their values.
+        salt: Salt of the digests.
+        initial_modules: Modules that an interpreter has from its begin.
+        memory_bytes: Limit on the process's memory.
+
+    Raises: ModuleRefused; PreloadRefused if nothing can be preloaded at all.
     """
     began_ns = time.time_ns()
     importer: _Importer | None = None
     checks = Checks(lambda: importer.importing() if importer is not None else "", memory_bytes)
     preloaded = Preloaded(checks)
     importer = _Importer(preloaded, refused, salt)
-    # What comes with the interpreter first: it is asked for by all others.
+    # The standard library first, since all other modules import it.
     names = sorted(names, key=lambda name: name.partition(".")[0] not in sys.stdlib_module_names)
-    importer.run(names, changed, visible)
+    importer.run(names, changed, initial_modules)
     if device := device_mapping():
-        raise Refusal(f"the imports map {device}")
-    preloaded.note_files(began_ns)
+        raise PreloadRefused(f"the imports map {device}")
+    preloaded.record_files(began_ns)
     gc.collect()
-    # Collections of the workers would write to the memory that they share.
+    # The workers' garbage collections would write to the shared memory.
     gc.freeze()
     _make_pages_large()
     return preloaded
 
 
 def _make_pages_large() -> None:
-    """Make few large pages of the memory that the imports have filled: each fork copies the table
-    of all pages. What a worker writes costs it a small one still. Linux 6.1; others refuse it."""
+    """Merge the memory that the imports have filled into large pages, since forks copy page tables.
+
+    A worker's write still copies only a small page. Linux 6.1; older kernels refuse the call.
+    """
     madvise = ctypes.CDLL(None).madvise
     lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     for line in lines:

@@ -1,8 +1,8 @@
-"""The launcher's side: begins the preloaders of a start, where an earlier start has left records.
+"""Start of preloaders by the launcher of a job, if an earlier start has left records.
 
-One is for the workers, or for a program without a launcher; one is for the launcher itself, if it
-is a Python program. A preloader is nobody's child, in a session of its own, as all that serves a
-job; it ends with the process of the start. Main thread only: it forks.
+One preloader is for the workers, or for a program without a launcher; one is for the launcher
+itself, if that is a Python program. A preloader is a child of init with a session of its own, like
+every server of a job; it ends with the process of the start. Main thread only: it forks.
 """
 
 import contextlib
@@ -20,24 +20,24 @@ from bootseer import __version__
 from bootseer.errors import BootseerError
 from bootseer.linux.locks import open_log
 from bootseer.linux.private_files import private_directory
-from bootseer.linux.processes import KILLED_S, ProcessId, close_descriptors, name_of, reap
+from bootseer.linux.processes import KILLED_S, ProcessId, close_descriptors, note_name, reap
 from bootseer.linux.removal import remove_tree
 from bootseer.served.preload import (
     LAUNCHER,
     PYTHON_VARIABLE,
     SERVER_VARIABLE,
     VARIABLE,
-    is_of_process,
+    is_worker_variable,
 )
 from bootseer.served.preload import shim as shim_module
-from bootseer.served.preload.programs import is_startable, read_record, record_paths, words_of
+from bootseer.served.preload.programs import is_startable, kernel_words, read_record, record_paths
 from bootseer.served.preload.record import digests_of
-from bootseer.served.preload.shim import leads_session, situation
+from bootseer.served.preload.shim import inherited_attributes, leads_session
 from bootseer.settings.config import Settings
 
 _TAKE_OVER_S = 1.0
-"""For a lingering preloader to answer; it may still import."""
-_END = {"adopt": "", "descriptors": []}
+"""Limit for the answer of a lingering preloader, which may still be importing."""
+_END_REQUEST = {"adopt": "", "descriptors": []}
 
 
 def begin_preloaders(
@@ -47,16 +47,16 @@ def begin_preloaders(
     *,
     is_standby: bool = False,
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Begin the preloaders of this start; `environ`: the environment that the command will have.
-    `is_standby`: another process will be the command.
+    """Begin the preloaders of this start, if an earlier start has left records.
 
-    Returns what to add to that environment, and the command to run in place of `command`.
-    Without a record of an earlier start nothing is begun: this one writes it.
+    `environ` is the environment of the command, which with `is_standby` another process will be.
+    Return variables to add to it, and the command to run in place of `command`.
+
     Raises: BootseerError, OSError; then there is no preloader.
     """
     runs = private_directory(settings.run_dir / "preload")
     _sweep(runs)
-    folder = runs / name_of(os.getpid())
+    folder = runs / note_name(os.getpid())
     salt = secrets.token_hex(8)
     plan = {
         "release": __version__,
@@ -67,14 +67,14 @@ def begin_preloaders(
         "memory_bytes": settings.preload_limit_bytes,
         "linger_s": settings.linger_s,
     }
-    workers, launcher = (_program(kept) for kept in record_paths(settings))
+    workers, launcher = (_program(record_path) for record_path in record_paths(settings))
     added = {VARIABLE: str(folder)}
     chosen = command
     for suffix, program in (("", {**workers, "launcher": launcher}), (LAUNCHER, launcher)):
         record = program["program"]
         can_begin = record is not None and is_startable(record)
-        words = words_of(record, command) if can_begin else []
-        # Workers lead sessions of their own; a launcher may not, and is none to wait for then.
+        words = kernel_words(record, command) if can_begin else []
+        # Only the leader of a session can be forked. A worker is one; a launcher may not be.
         if suffix and not (words and (is_standby or leads_session())):
             continue
         place = private_directory(folder.with_name(f"{folder.name}{suffix}"))
@@ -87,17 +87,17 @@ def begin_preloaders(
     return added, chosen
 
 
-def _program(kept: Path) -> dict[str, Any]:
-    """The part of a plan that is of one program; `kept`: where its record is."""
-    private_directory(kept.parent)
-    refused = str(kept.with_suffix(".refused.json"))
-    return {"record": str(kept), "refused": refused, "program": read_record(kept)}
+def _program(record_path: Path) -> dict[str, Any]:
+    """Return the members of a plan for the program whose record is at `record_path`."""
+    private_directory(record_path.parent)
+    refused = str(record_path.with_suffix(".refused.json"))
+    return {"record": str(record_path), "refused": refused, "program": read_record(record_path)}
 
 
 def _begin(
     settings: Settings, folder: Path, record: dict[str, Any], environ: dict[str, str]
 ) -> None:
-    """Have a preloader at `folder`: one that lingers, or a new one."""
+    """Provide a preloader at `folder`: take over a lingering one, or start a new one."""
     _write(folder / "python", _shim(record["executable"]), 0o700)
     variables = _environment(record, environ)
     if _take_over(folder, record["words"], variables):
@@ -109,15 +109,15 @@ def _begin(
         _spawn(record, variables, log, listener.fileno())
 
 
-def let_go(settings: Settings) -> None:
-    """End preloaders of the job that linger. Never raises."""
+def end_preloaders(settings: Settings) -> None:
+    """End the lingering preloaders of the job. Never raises."""
     with contextlib.suppress(OSError):
         for folder, _ in _lingering(settings.run_dir / "preload", settings.job):
-            _ask(folder, _END)
+            _ask(folder, _END_REQUEST)
 
 
-def held(settings: Settings) -> Iterator[str]:
-    """A sentence for each preloader of the job that lingers."""
+def warm_sentences(settings: Settings) -> Iterator[str]:
+    """Yield a sentence for people about each lingering preloader of the job."""
     with contextlib.suppress(OSError):
         for folder, _ in _lingering(settings.run_dir / "preload", settings.job):
             count, _, pid = (_ask(folder, {"status": True, "descriptors": []}) or "").partition(" ")
@@ -128,10 +128,9 @@ def held(settings: Settings) -> Iterator[str]:
 
 
 def _take_over(folder: Path, words: list[str], variables: Mapping[str, str]) -> bool:
-    """Have a preloader that lingers since the job's last start serve this one, at `folder`. One
-    that was made for something else ends."""
+    """Make a lingering preloader of the job serve this start, or end. Return whether it serves."""
     request = {
-        **situation(),
+        **inherited_attributes(),
         "adopt": str(folder),
         "words": words,
         "environment": {os.fsencode(name): os.fsencode(one) for name, one in variables.items()},
@@ -142,10 +141,10 @@ def _take_over(folder: Path, words: list[str], variables: Mapping[str, str]) -> 
         if plan["record"] != ours["record"]:
             continue
         if plan.get("release") != ours["release"]:
-            # Its code is not ours: it is asked for nothing but its end.
-            _ask(other, _END)
+            # Its code is of another release, so it is only asked to end.
+            _ask(other, _END_REQUEST)
             continue
-        # Where the answer is yes, this is where its processes ask.
+        # The start's processes connect to this name if the preloader accepts.
         os.link(other / "socket", folder / "socket")
         if _ask(other, request) is not None:
             return True
@@ -154,23 +153,21 @@ def _take_over(folder: Path, words: list[str], variables: Mapping[str, str]) -> 
 
 
 def _lingering(runs: Path, job: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Folders and plans of the job's preloaders whose launcher has ended."""
+    """Yield folder and plan of the job's preloaders whose launcher has ended."""
     for folder in runs.iterdir():
-        if _is_launched(folder):
+        if _has_launcher(folder):
             continue
         with contextlib.suppress(OSError, ValueError):
             if (plan := json.loads((folder / "plan").read_bytes()))["job"] == job:
                 yield folder, plan
 
 
-def _is_launched(folder: Path) -> bool:
-    """Whether the process whose folder this is has not ended."""
+def _has_launcher(folder: Path) -> bool:
     pid, _, started = folder.name.partition("-")
     return not pid.isdigit() or ProcessId(int(pid), started.partition(".")[0]).lives()
 
 
 def _ask(folder: Path, request: dict[str, Any]) -> str | None:
-    """What a preloader answers this process; None where it refuses, or does not answer."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(_TAKE_OVER_S)
@@ -200,8 +197,7 @@ def _opened(what: Path | int) -> Iterator[int]:
 
 
 def _environment(record: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the last start's worker, as far as this start has not others."""
-    missing = {name for name in record["missing"] if not is_of_process(name)}
+    missing = {name for name in record["missing"] if not is_worker_variable(name)}
     return {
         **{name: value for name, value in environ.items() if name not in missing},
         **record["extra"],
@@ -220,9 +216,9 @@ def _write(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def _sweep(runs: Path) -> None:
-    """Remove what preloaders that were killed have left; one that lingers holds a lock."""
+    """Remove the folders of killed preloaders; a lingering one holds a lock."""
     for folder in runs.iterdir():
-        if not _is_launched(folder):
+        if not _has_launcher(folder):
             with contextlib.suppress(OSError, BootseerError):
                 with _opened(os.open(folder, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -230,17 +226,16 @@ def _sweep(runs: Path) -> None:
 
 
 def _listener(folder: Path) -> socket.socket:
-    """Listens before there is a preloader: who asks early waits."""
+    """Return a listening socket, made before the preloader so that early clients wait."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with _opened(folder) as directory:
-        # The path of a socket has 108 bytes.
+        # A socket's address is limited to 108 bytes.
         listener.bind(f"/proc/self/fd/{directory}/socket")
     listener.listen(128)
     return listener
 
 
-def _spawn(record: Mapping[str, Any], environ: Mapping[str, str], log: Path, kept: int) -> None:
-    """Start the interpreter as its program's, as nobody's child."""
+def _spawn(record: Mapping[str, Any], environ: Mapping[str, str], log: Path, kept_fd: int) -> None:
     words = [record["executable"], *record["words"], *record["arguments"]]
     sink = open_log(log)
     try:
@@ -254,8 +249,8 @@ def _spawn(record: Mapping[str, Any], environ: Mapping[str, str], log: Path, kep
                 null = os.open(os.devnull, os.O_RDWR)
                 for number, descriptor in enumerate((null, sink, sink)):
                     os.dup2(descriptor, number)
-                close_descriptors(kept)
-                os.set_inheritable(kept, True)
+                close_descriptors(kept_fd)
+                os.set_inheritable(kept_fd, True)
                 os.execve(words[0], words, environ)
             finally:
                 os._exit(127)

@@ -1,7 +1,7 @@
-"""The programs that preloaders can be begun for: their records, read and checked, and whether a
-command is such a program.
+"""Programs that can have a preloader: checks their records and compares commands with them.
 
-Alone decides what a record must have, and how the kernel starts a script. Stateless; any thread.
+Only this module defines which members a record must have, and mirrors how the kernel starts a
+script. Stateless; any thread.
 """
 
 import json
@@ -15,20 +15,20 @@ from bootseer.served.preload import LAUNCHER
 from bootseer.served.preload.record import VERSION, program_words
 from bootseer.settings.config import Settings
 
-# execve(2): of a first line "#!" the kernel reads so much.
+# Longest first line with "#!" that the kernel reads (execve(2)).
 _FIRST_LINE_MAX = 127
 _RECORD_BYTES_MAX = 8 << 20
-_LOOK_BYTES = 4096
+_PROBE_BYTES = 4096
 
 
 def record_paths(settings: Settings) -> tuple[Path, Path]:
-    """Where a worker of the job writes what it has imported, and where its launcher does."""
+    """Return the paths of the job's import records: of its workers and of its launcher."""
     folder = settings.cache_dir / "preload"
     return folder / f"{settings.job}.json", folder / f"{settings.job}{LAUNCHER}.json"
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """The record of an earlier start; None where there is none that can be used."""
+    """Return the record of an earlier start; None if there is none that can be used."""
     try:
         with open(path, "rb", opener=private_opener) as file:
             if not is_own(os.fstat(file.fileno())):
@@ -40,7 +40,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def _is_record(document: Any) -> bool:
-    """Whether it has all that is looked for in it: it may be another node's."""
+    """Return whether a document is a complete record. It may come from another node."""
     if not isinstance(document, dict) or document.get("version") != VERSION:
         return False
     lists = [document.get(n) for n in ("words", "arguments", "varying", "missing", "modules")]
@@ -60,7 +60,7 @@ def _is_record(document: Any) -> bool:
 
 
 def is_startable(record: Mapping[str, Any]) -> bool:
-    """Whether a file that begins with "#!" can name its interpreter."""
+    """Return whether the first line of a script can name the record's interpreter."""
     executable = record["executable"]
     line = f"#!{executable} -ISE"
     return (
@@ -70,8 +70,8 @@ def is_startable(record: Mapping[str, Any]) -> bool:
     )
 
 
-def words_of(record: Mapping[str, Any], command: tuple[str, ...]) -> list[str]:
-    """The words by which the kernel starts the command; empty: it is not the record's program."""
+def kernel_words(record: Mapping[str, Any], command: tuple[str, ...]) -> list[str]:
+    """Return the words by which the kernel starts the command; empty if it is another program."""
     executable = record["executable"]
     words = list(command)
     if words[0] != executable and (script := _script(words[0], executable)):
@@ -81,15 +81,15 @@ def words_of(record: Mapping[str, Any], command: tuple[str, ...]) -> list[str]:
 
 
 def _script(name: str, executable: str) -> str:
-    """The path of a program of this name whose first line names the interpreter; or nothing."""
+    """Return the path of the script `name` if its first line names the interpreter, or ""."""
     places = [""] if "/" in name else os.get_exec_path()
     path = next((one for one in (os.path.join(p, name) for p in places) if _can_run(one)), "")
     try:
         with Path(path).open("rb") as file:
-            lines = file.read(_LOOK_BYTES).decode(errors="replace").splitlines()
+            lines = file.read(_PROBE_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return ""
-    # The second line is that of pip and uv where the first one would be too long.
+    # pip and uv use /bin/sh and such a second line if the interpreter's path is too long.
     arguments = '"$0" "$@"'
     of_shell = (f"'''exec' {executable} {arguments}", f"'''exec' \"{executable}\" {arguments}")
     is_its = lines[:1] == [f"#!{executable}"] or (

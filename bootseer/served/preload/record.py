@@ -1,8 +1,8 @@
-"""What a program's next start on this node imports ahead: written by a worker when it is ready, and
-by a launcher before it starts its workers.
+"""Import record: the modules that a program's next start on this node preloads.
 
-Runs in the job's process, with the standard library alone. The record is a file of the user's own
-folder, and whoever reads it checks that; values of variables that may be secrets are left out.
+Written by a worker when it is ready, and by a launcher before it starts its workers. Runs in the
+job's process, with the standard library alone. The record is a file in the user's own folder, and
+readers check that; values of variables that may be secrets are left out.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bootseer.served.preload import PYTHON_VARIABLE, VARIABLE, is_of_process
+from bootseer.served.preload import PYTHON_VARIABLE, VARIABLE, is_worker_variable
 
 VERSION = 1
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
@@ -23,7 +23,7 @@ _OURS = ("bootseer", "_bootseer_collect", "sitecustomize", "usercustomize", "__m
 
 
 def digests_of(environ: Mapping[str, str], salt: str) -> dict[str, str]:
-    """Variables by name, so that they can be compared and not read."""
+    """Return a digest of each variable's value, for comparison without the value."""
     return {
         name: hashlib.sha256(f"{salt}\0{value}".encode(errors="surrogateescape")).hexdigest()
         for name, value in environ.items()
@@ -31,11 +31,8 @@ def digests_of(environ: Mapping[str, str], salt: str) -> dict[str, str]:
 
 
 def write(began: Mapping[str, str]) -> None:
-    """Write the record of this process, where its launcher wants one of it.
-
-    `began`: the environment that the process was started with.
-    """
-    # Of a node's workers the first.
+    """Write the record of this process, started with variables `began`, if its launcher asks."""
+    # Only the first worker of a node writes a record.
     is_first = "TORCHELASTIC_RUN_ID" in began and began.get("LOCAL_RANK") == "0"
     folder = began.get(VARIABLE)
     if folder and (is_first or _is_program(began)):
@@ -43,15 +40,15 @@ def write(began: Mapping[str, str]) -> None:
 
 
 def _write(began: Mapping[str, str], plan: Mapping[str, Any]) -> None:
-    if (document := document_of(began, plan)) is None:
+    if (document := make_record(began, plan)) is None:
         return
     replace_document(plan["record"], document)
-    # What could not be preloaded of an older record is tried again.
+    # Modules that could not be preloaded with the older record are tried again.
     Path(plan["refused"]).unlink(missing_ok=True)
 
 
 def replace_document(path: str, document: Mapping[str, Any]) -> None:
-    """Put a document of the user's own at `path`, in one step. Raises: OSError."""
+    """Replace the file `path` by a document, in one step. Raises: OSError."""
     temporary = f"{path}.{os.getpid()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
@@ -59,8 +56,8 @@ def replace_document(path: str, document: Mapping[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def document_of(began: Mapping[str, str], plan: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The record of this process; None where a program was started in a way that is not served."""
+def make_record(began: Mapping[str, str], plan: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the record of this process; None if its command line is not supported."""
     if (words := program_words(sys.orig_argv)) is None:
         return None
     known = plan["variables"]
@@ -68,7 +65,7 @@ def document_of(began: Mapping[str, str], plan: Mapping[str, Any]) -> dict[str, 
     others = {
         name: value
         for name, value in began.items()
-        if known.get(name) != digests[name] and not is_of_process(name)
+        if known.get(name) != digests[name] and not is_worker_variable(name)
     }
     extra = {name: value for name, value in others.items() if not _SECRET.search(name)}
     last = plan.get("program") or {"extra": {}, "varying": []}
@@ -77,7 +74,7 @@ def document_of(began: Mapping[str, str], plan: Mapping[str, Any]) -> dict[str, 
     changed = {
         name: now.get(name, "")
         for name in {*began, *now}
-        if digests.get(name) != now.get(name) and not is_of_process(name)
+        if digests.get(name) != now.get(name) and not is_worker_variable(name)
     }
     return {
         "version": VERSION,
@@ -85,7 +82,7 @@ def document_of(began: Mapping[str, str], plan: Mapping[str, Any]) -> dict[str, 
         "words": words,
         "arguments": sys.orig_argv[len(words) + 1 :],
         "extra": extra,
-        # A run's number, or a secret: other ones than the last time are no reason to step aside.
+        # Variables whose values may differ from the last time: a run's number, or a secret.
         "varying": sorted({*varying, *last["varying"], *(others.keys() - extra.keys())}),
         "missing": sorted(name for name in known if name not in began),
         "salt": plan["salt"],
@@ -95,8 +92,10 @@ def document_of(began: Mapping[str, str], plan: Mapping[str, Any]) -> dict[str, 
 
 
 def program_words(command: list[str]) -> list[str] | None:
-    """Behind the interpreter: the options and the program; None where an option is not known to
-    change nothing but buffering, or where there is no program."""
+    """Return the options and program of an interpreter's command line; None if it is not supported.
+
+    Only -u, -m and a script are: other options may change what the program does.
+    """
     words = []
     rest = command[1:]
     while rest and rest[0] == "-u":
@@ -107,8 +106,7 @@ def program_words(command: list[str]) -> list[str] | None:
 
 
 def library_modules() -> list[str]:
-    """The loaded modules that come with the interpreter or are installed, in the order in which
-    their imports began; the program's own are not among them."""
+    """Return the loaded modules that are built in or installed, in order of import."""
     user = getattr(sys.modules.get("site"), "USER_BASE", None)
     prefixes = {sys.prefix, sys.base_prefix, "/usr", *filter(None, [user])}
     roots = tuple(os.path.join(prefix, "lib") for prefix in prefixes)
@@ -125,19 +123,19 @@ def library_modules() -> list[str]:
 
 
 def _is_program(began: Mapping[str, str]) -> bool:
-    """Whether this process was `bootseer run`, and is no worker of a launcher."""
+    """Return whether `bootseer run` became this process, and it is no worker of a launcher."""
     launched, _, _ = began.get("BOOTSEER_LAUNCHED", "").partition(":")
     return launched == str(os.getpid()) and "TORCHELASTIC_RUN_ID" not in began
 
 
-def launches(began: Mapping[str, str]) -> None:
-    """Let the launcher in this process start its workers through the preloader, and write its own
-    record, if it was not forked from one itself. `began`: as of `write`."""
+def prepare_launcher(began: Mapping[str, str]) -> None:
+    """Make the launcher in this process use the preloader; write its record."""
     folder = began.get(VARIABLE, "")
     if _is_program(began):
         with contextlib.suppress(OSError, ValueError, KeyError):
             plan = json.loads(Path(folder, "plan").read_bytes())
             _write(began, {**plan, **plan["launcher"]})
+    # torchrun starts its workers by the program that PYTHON_EXEC names.
     shim = os.path.join(folder, "python")
     if "PYTHON_EXEC" not in os.environ and os.path.isabs(shim) and os.access(shim, os.X_OK):
         os.environ["PYTHON_EXEC"] = shim

@@ -1,7 +1,7 @@
-"""The preloader: imports what a plan names, and forks a worker for each process that asks.
+"""The preloader: imports the modules of a plan, and forks a worker for each process that asks.
 
-`serve` runs in the job's interpreter while that starts (`sitecustomize`), and returns only in a
-worker, which then goes on as that interpreter, with its own `__main__`. The preloader ends with the
+`serve` runs in the job's interpreter while that starts (`sitecustomize`). It returns only in a
+worker, which then goes on as that interpreter with its own `__main__`. The preloader ends with the
 launcher's process. Standard library alone; one thread.
 """
 
@@ -19,98 +19,106 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bootseer.served.preload import SERVER_VARIABLE
-from bootseer.served.preload.checks import Refusal
-from bootseer.served.preload.importing import Offence, preload
+from bootseer.served.preload.checks import PreloadRefused
+from bootseer.served.preload.importing import ModuleRefused, preload
 from bootseer.served.preload.preloaded import Preloaded
 from bootseer.served.preload.record import replace_document
-from bootseer.served.preload.requests import differing_situation, differing_variable, receive
-from bootseer.served.preload.shim import situation
-from bootseer.served.preload.worker import draw_anew, drawn_by, fork_worker, peer_of, show_as
+from bootseer.served.preload.requests import differing_attribute, differing_variable, receive
+from bootseer.served.preload.shim import inherited_attributes
+from bootseer.served.preload.worker import (
+    fork_worker,
+    peer_credentials,
+    reseed,
+    set_command_line,
+    stateful_modules,
+)
 
 _NAME = b"bootseer-preload"
 _ANSWER_S = 2.0
-_LOOK_MS = 1000
+_CHECK_MS = 1000
 _ATTEMPTS_MAX = 20
-# A start that imports more than that beyond what was imported gets a preloader of its own.
+# A start with a larger share of modules that were not preloaded gets a preloader of its own.
 _NEW_SHARE_MAX = 0.05
-# What the interpreter's own start may bring that is no part of it.
-_OF_START = ("sitecustomize", "_distutils_hack", "_virtualenv", "__main__")
+# Modules besides the standard library that an interpreter may load at its begin.
+_STARTUP_MODULES = ("sitecustomize", "_distutils_hack", "_virtualenv", "__main__")
 
 
-def serve(visible: Collection[str], consulted: Mapping[str, str | None]) -> None:
-    """Serve until the launcher has ended. Returns in each worker.
+def serve(initial_modules: Collection[str], variables_read: Mapping[str, str | None]) -> None:
+    """Serve until the launcher has ended. Return in each worker.
 
-    `visible`: the modules that the interpreter had when it was ours. `consulted`: the variables
-    that were read until then.
+    `initial_modules` are the modules, and `variables_read` the variables that were read, before
+    Bootseer's code ran.
     """
     folder, descriptor, attempt = os.environ[SERVER_VARIABLE].split("|")
     began = dict(os.environb)
     del os.environ[SERVER_VARIABLE]
     plan = json.loads(Path(folder, "plan").read_bytes())
-    _Server(folder, plan, visible, consulted, began, int(descriptor), int(attempt)).run()
+    _PreloadServer(
+        folder, plan, initial_modules, variables_read, began, int(descriptor), int(attempt)
+    ).run()
 
 
-class _Server:
+class _PreloadServer:
     def __init__(
         self,
         folder: str,
         plan: Mapping[str, Any],
-        visible: Collection[str],
-        consulted: Mapping[str, str | None],
+        initial_modules: Collection[str],
+        variables_read: Mapping[str, str | None],
         began: dict[bytes, bytes],
         descriptor: int,
         attempt: int,
     ) -> None:
         self._attempt = attempt
         self._folder = folder
-        self._lock = _held(folder)
+        self._lock = _lock_shared(folder)
         self._until_s = 0.0
         self._plan = plan
-        self._visible = visible
-        self._consulted = dict(consulted)
+        self._initial_modules = initial_modules
+        self._variables_read = dict(variables_read)
         self._began = began
-        self._own = situation()
-        self._launcher = _process(*plan["process"])
+        self._attributes = inherited_attributes()
+        self._launcher = _open_process(*plan["process"])
         self._listener = socket.socket(fileno=descriptor)
         self._refusal = ""
         self._directory = os.getcwd()
         self._handlers = {one: signal.getsignal(one) for one in signal.valid_signals()}
         self._preloaded: Preloaded | None = None
-        self._drawn: dict[str, Any] = {}
+        self._stateful_modules: dict[str, Any] = {}
         self._name = Path("/proc/self/comm").read_bytes().rstrip(b"\n")
 
     def run(self) -> None:
         words = list(sys.orig_argv)
-        show_as(["bootseer preload", self._plan["job"]], _NAME)
+        set_command_line(["bootseer preload", self._plan["job"]], _NAME)
         try:
             self._check_start()
             self._preloaded = self._import()
-            self._consulted.update(self._preloaded.checks.consulted)
-            self._drawn = drawn_by(self._preloaded.modules)
-            # Before a fork: to touch them costs each worker a page of its own.
-            self._preloaded.hide(self._visible)
-        except Refusal as refusal:
+            self._variables_read.update(self._preloaded.checks.variables_read)
+            self._stateful_modules = stateful_modules(self._preloaded.modules)
+            # Before a fork, since a worker that touches them would copy their pages.
+            self._preloaded.hide(self._initial_modules)
+        except PreloadRefused as refusal:
             self._refusal = str(refusal)
-        except Offence as offence:
-            self._begin_again(words, offence)
+        except ModuleRefused as refusal:
+            self._begin_again(words, refusal)
         while True:
             poll = select.poll()
             poll.register(self._listener.fileno(), select.POLLIN)
             if self._launcher >= 0:
                 poll.register(self._launcher, select.POLLIN)
-            for ready, _ in poll.poll(_LOOK_MS):
+            for ready, _ in poll.poll(_CHECK_MS):
                 if ready == self._launcher:
                     os.close(ready)
                     self._launcher = -1
                 elif self._answer():
                     return
-            self._age()
+            self._check_lifetime()
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
 
-    def _age(self) -> None:
-        """End some time after the launcher, unless another start of the job has come."""
+    def _check_lifetime(self) -> None:
+        """End some time after the launcher, unless another start of the job has taken over."""
         if self._launcher >= 0:
             self._until_s = 0.0
         elif not self._until_s:
@@ -119,10 +127,10 @@ class _Server:
             self._end()
 
     def _end(self) -> NoReturn:
-        self._leave()
+        self._remove_folder()
         os._exit(0)
 
-    def _leave(self) -> None:
+    def _remove_folder(self) -> None:
         for name in ("socket", "python", "plan"):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self._folder, name))
@@ -131,26 +139,25 @@ class _Server:
         os.close(self._lock)
 
     def _adopt(self, connection: socket.socket, request: Mapping[str, Any], launcher: int) -> None:
-        """Serve another start of the job, if it is what this process was made for; else, or where
-        it asks for that, end. Nobody else is served any more: the last launcher has ended."""
+        """Serve another start of the job, if the preloader fits it; else, or if asked to, end."""
         if self._launcher >= 0:
-            connection.sendall(b"Rit serves another start")
+            connection.sendall(b"Rthe preloader serves another start")
             return
         try:
             folder = request["adopt"]
             plan = json.loads(Path(folder, "plan").read_bytes())
             if refusal := self._cannot_serve(request, plan["program"]):
-                raise Refusal(refusal)
+                raise PreloadRefused(refusal)
             connection.sendall(b"F")
             if connection.recv(1) != b"G":
-                raise Refusal("it has begun one of its own")
-        except (OSError, ValueError, Refusal) as reason:
+                raise PreloadRefused("the start has begun a preloader of its own")
+        except (OSError, ValueError, PreloadRefused) as reason:
             with contextlib.suppress(OSError):
                 connection.sendall(f"R{reason}".encode()[:4000])
             self._end()
-        self._leave()
+        self._remove_folder()
         self._folder, self._plan = folder, plan
-        self._lock = _held(folder)
+        self._lock = _lock_shared(folder)
         self._launcher = os.dup(launcher)
 
     def _status(self) -> bytes:
@@ -158,40 +165,42 @@ class _Server:
         return f"F{count} {os.getpid()}".encode()
 
     def _cannot_serve(self, request: Mapping[str, Any], program: Mapping[str, Any]) -> str:
-        """Why a start cannot have this preloader; or nothing."""
+        """Return why a start cannot use this preloader; empty if it can."""
         if self._preloaded is None:
             return self._refusal
         ours = self._plan["program"]
-        # With what it has needed itself, which its workers have found, too.
+        # Includes the modules that Bootseer's code has imported, which its workers record, too.
         own = (name for name, _ in self._preloaded.modules)
         known = {*ours["modules"], *own, *self._refused()}
         if program["executable"] != ours["executable"]:
             return "another interpreter was started last"
         if sum(name not in known for name in program["modules"]) > _NEW_SHARE_MAX * len(known):
-            return "more is imported by now"
-        if stale := self._preloaded.stale():
-            return f"{stale} was changed since it was imported"
-        return self._differs(request, program)
+            return "the program imports more modules now"
+        if changed := self._preloaded.changed_file():
+            return f"{changed} was changed since it was imported"
+        return self._difference(request, program)
 
     # -- imports
 
     def _check_start(self) -> None:
-        for name in self._visible:
+        for name in self._initial_modules:
             top = name.partition(".")[0]
             if not (
                 top in sys.stdlib_module_names
-                or top in _OF_START
+                or top in _STARTUP_MODULES
                 or top.startswith(("__editable__", "_bootseer"))
             ):
-                raise Refusal(f"the interpreter itself loads {top}")
+                raise PreloadRefused(f"the interpreter itself loads {top}")
         if sys.gettrace() is not None or sys.getprofile() is not None:
-            raise Refusal("a debugger or a profiler follows the interpreter")
+            raise PreloadRefused("a debugger or a profiler is active")
 
     def _import(self) -> Preloaded:
         record = self._plan["program"]
         refused = self._refused()
         if self._attempt > _ATTEMPTS_MAX:
-            raise Refusal(f"too many modules cannot be preloaded; see {self._plan['refused']}")
+            raise PreloadRefused(
+                f"too many modules cannot be preloaded; see {self._plan['refused']}"
+            )
         own = [os.dup(number) for number in (1, 2)]
         for number in (1, 2):
             output = os.memfd_create("output", os.MFD_CLOEXEC)
@@ -203,7 +212,7 @@ class _Server:
                 refused,
                 {**dict.fromkeys(refused.get("", "").split(), "unknown"), **record["changed"]},
                 record["salt"],
-                self._visible,
+                self._initial_modules,
                 self._plan["memory_bytes"],
             )
         finally:
@@ -212,7 +221,7 @@ class _Server:
                 os.close(original)
 
     def _refused(self) -> dict[str, str]:
-        """Why modules are not preloaded, by name; under "": variables that the program sets."""
+        """Return the refused modules with reasons; under "" the variables that the program sets."""
         try:
             return dict(json.loads(Path(self._plan["refused"]).read_bytes()))
         except (OSError, ValueError):
@@ -222,18 +231,18 @@ class _Server:
         with contextlib.suppress(OSError):
             replace_document(self._plan["refused"], {**self._refused(), **more})
 
-    def _begin_again(self, words: list[str], offence: Offence) -> NoReturn:
-        """A process that cannot be forked begins anew, without the modules that led to it."""
+    def _begin_again(self, words: list[str], refusal: ModuleRefused) -> NoReturn:
+        """Restart this process without the refused module and the modules that led to it."""
         known = self._refused()
-        why = known.get(offence.module) or str(offence)
+        why = known.get(refusal.module) or str(refusal)
         self._refuse(
-            {**{one: known.get(one, "") for one in offence.importers}, offence.module: why}
+            {**{one: known.get(one, "") for one in refusal.importers}, refusal.module: why}
         )
-        sys.stderr.write(f"not preloaded: {offence}\n")
+        sys.stderr.write(f"not preloaded: {refusal}\n")
         sys.stderr.flush()
-        # As it was started, whatever a module has done.
+        # Restore the state at the begin, which a module may have changed.
         os.chdir(self._directory)
-        os.umask(self._own["umask"])
+        os.umask(self._attributes["umask"])
         for number, handler in self._handlers.items():
             if signal.getsignal(number) != handler:
                 signal.signal(number, handler)
@@ -245,14 +254,14 @@ class _Server:
     # -- requests
 
     def _answer(self) -> bool:
-        """Answer one process; True in its worker."""
+        """Answer one client. Return True in the worker that was forked for it."""
         connection, _ = self._listener.accept()
         descriptors: list[int] = []
         is_worker = False
         try:
             with connection:
                 connection.settimeout(_ANSWER_S)
-                if peer_of(connection)[1] != os.geteuid():
+                if peer_credentials(connection)[1] != os.geteuid():
                     return False
                 request, descriptors = receive(connection)
                 if "status" in request:
@@ -261,34 +270,35 @@ class _Server:
                 if "adopt" in request:
                     self._adopt(connection, request, descriptors[0])
                     return False
-                refusal = self._refusal or self._differs(request, self._plan["program"])
+                refusal = self._refusal or self._difference(request, self._plan["program"])
                 if refusal:
                     connection.sendall(f"R{refusal}".encode()[:4000])
                     return False
                 is_worker = self._fork(connection, request, descriptors)
                 return is_worker
         except Exception as error:
-            # Whatever it is: the preloader lives for the next worker.
+            # Go on after any error: the preloader must live for the next worker.
             sys.stderr.write(f"a request failed: {type(error).__name__}: {error}\n")
             sys.stderr.flush()
             return False
         finally:
-            # A worker has closed what is not its own, and has others by these numbers.
+            # Not in a worker, which has closed them and uses their numbers for its own files.
             for descriptor in descriptors if not is_worker else ():
                 os.close(descriptor)
 
-    def _differs(self, request: Mapping[str, Any], program: Mapping[str, Any]) -> str:
-        """Why a process of `program` cannot be a fork of this one; or nothing."""
+    def _difference(self, request: Mapping[str, Any], program: Mapping[str, Any]) -> str:
         words = self._plan["program"]["words"]
         ours = {n: v for n, v in self._began.items() if n != SERVER_VARIABLE.encode()}
         return (
-            differing_situation(self._own["fixed"], request["fixed"])
+            differing_attribute(self._attributes["fixed"], request["fixed"])
             or (
                 ""
                 if request["words"][: len(words)] == words
                 else "another program was started last"
             )
-            or differing_variable(ours, request["environment"], self._consulted, program["varying"])
+            or differing_variable(
+                ours, request["environment"], self._variables_read, program["varying"]
+            )
         )
 
     def _fork(
@@ -298,50 +308,48 @@ class _Server:
         assert preloaded is not None
 
         def check() -> None:
-            """In the worker: others begin meanwhile."""
-            if stale := preloaded.stale():
-                raise Refusal(f"{stale} was changed since it was imported")
+            # In the worker, so that the preloader can serve others meanwhile.
+            if changed := preloaded.changed_file():
+                raise PreloadRefused(f"{changed} was changed since it was imported")
 
-        own = (self._own, self._name)
+        own = (self._attributes, self._name)
         if not fork_worker(connection, request, descriptors, own, check):
             return False
         environment = dict(os.environb)
 
         def begin_again(why: str) -> NoReturn:
-            """Start the program as it was started."""
             os.write(2, f"bootseer: started again without the preloader: {why}\n".encode())
             os.execve(sys.executable, list(sys.orig_argv), environment)
 
         def refuse(name: str, why: str) -> NoReturn:
-            """An import has read what the program does before it."""
+            # The program has changed something before an import that the import has read.
             known = self._refused().get("", "").split()
             self._refuse({"": " ".join(sorted({*known, name}))})
             begin_again(why)
 
         try:
             self._listener.detach()
-            draw_anew(self._drawn, preloaded.checks.generators)
+            reseed(self._stateful_modules, preloaded.checks.generators)
             preloaded.install(refuse)
         except Exception as error:
-            # Else this worker would go on as if it were the preloader.
+            # An exception here would make this worker go on as the preloader.
             begin_again(f"{type(error).__name__}: {error}")
         return True
 
 
-def _held(folder: str) -> int:
-    """A descriptor that tells others, by its lock, that this folder is in use."""
+def _lock_shared(folder: str) -> int:
+    """Return a descriptor that locks the folder, to show others that it is in use."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
-def _process(pid: int, started: str) -> int:
-    """A descriptor of the process; -1 where it has ended, whatever has its id now."""
+def _open_process(pid: int, started: str) -> int:
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return -1
-    # As `linux.processes` reads proc_pid_stat(5), which is not for this interpreter.
+    # proc_pid_stat(5), start time; this interpreter cannot import `bootseer.linux.processes`.
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         if fields[19] == started.encode():

@@ -1,7 +1,8 @@
-"""Stands where a launcher starts a worker: the preloader forks it, and this ends as it ends.
+"""Stand-in for a worker that a launcher starts: the preloader forks the worker, both end alike.
 
-Run by its first line as the job's interpreter with `-ISE`, and loads almost nothing: a worker waits
-for it. What is not served becomes the ordinary interpreter, with one line on standard error.
+Run by its first line as the job's interpreter with `-ISE`, and imports almost nothing, since a
+worker waits for it. If no worker is forked it becomes the ordinary interpreter, after one line on
+standard error.
 """
 
 import marshal
@@ -13,15 +14,16 @@ _PYTHON = b"BOOTSEER_PRELOAD_PYTHON"
 _EXECUTABLE = b"PYTHON_EXEC"
 _WAIT_S = 30.0
 SIGTERM, SIGKILL, SIGCONT, SIGSTOP, SIGCHLD = 15, 9, 18, 19, 17
-# A launcher sends these to the group of a worker's processes.
-_OF_GROUP = (1, 2, 3, SIGTERM, SIGCONT)
+# Signals that a launcher sends to a worker's process group.
+_GROUP_SIGNALS = (1, 2, 3, SIGTERM, SIGCONT)
 _DESCRIPTORS_MAX = 200
 _STOPPING = bytes(2)
-"""From the stand-in: it stops, as the guard has asked; what it sent before was sent before that."""
+"""Message of the stand-in that it stops, as the guard has asked; earlier messages were sent before.
+"""
 
 
 def read(path: str) -> bytes:
-    """A file of /proc; empty where there is none."""
+    """Return the contents of a file in /proc; empty if there is none."""
     try:
         descriptor = posix.open(path, posix.O_RDONLY | posix.O_CLOEXEC)
     except OSError:
@@ -35,8 +37,8 @@ def read(path: str) -> bytes:
         posix.close(descriptor)
 
 
-def situation() -> dict[str, Any]:
-    """All that a process inherits, but its descriptors, folder, environment and arguments."""
+def inherited_attributes() -> dict[str, Any]:
+    """Return the attributes that a fork of the preloader must have or take over."""
     kept = (b"Uid", b"Gid", b"Groups", b"Cap", b"NoNewPrivs", b"Seccomp", b"Mems_allowed_list")
     lines = read("/proc/self/status").splitlines()
     status = dict(line.split(b":\t", 1) for line in lines if b":\t" in line)
@@ -68,14 +70,13 @@ def situation() -> dict[str, Any]:
 
 
 def leads_session() -> bool:
-    """Whether this process leads a session, and has no terminal."""
+    """Return whether this process leads a session and has no terminal."""
     fields = read("/proc/self/stat").rpartition(b")")[2].split()
     return int(fields[3]) == posix.getpid() and int(fields[4]) == 0
 
 
 def main() -> NoReturn:
-    """Be the worker that was started."""
-    reason = "it has failed"
+    """Be the worker that the launcher has started."""
     connection = None
     try:
         connection, reason = _ask()
@@ -97,7 +98,7 @@ def _start_ordinarily(reason: str) -> NoReturn:
 
 
 def own_environment() -> dict[bytes, bytes]:
-    """The variables that the worker was to have: ours are for launchers."""
+    """Return the variables for the worker, without those that are for launchers."""
     ours = (_PYTHON, _EXECUTABLE)
     return {name: value for name, value in posix.environ.items() if name not in ours}
 
@@ -107,27 +108,27 @@ def _bytes(word: str) -> bytes:
 
 
 def _ask() -> tuple[Any, str]:
-    """A connection to the guard of the worker that was forked, or why none was."""
+    """Return a connection to the guard of the forked worker, or None and the reason."""
     import _socket
 
     if not leads_session():
         raise ValueError("only the leader of a session without a terminal can be forked")
     if _bytes(sys.executable) != posix.environ.get(_PYTHON):
-        raise ValueError("it was imported by another interpreter")
-    request = situation()
+        raise ValueError("the modules were imported by another interpreter")
+    request = inherited_attributes()
     request["words"] = sys.argv[1:]
     request["environment"] = own_environment()
     names = [int(name) for name in posix.listdir("/proc/self/fd")]
     numbers = [number for number in sorted(names) if _is_open(number)]
     request["descriptors"] = numbers
     if not {0, 1, 2}.issubset(numbers) or len(numbers) > _DESCRIPTORS_MAX:
-        raise ValueError("its standard input and output, or too many files, are open")
-    # Where this file is; a launcher's variables lead to its workers' preloader.
+        raise ValueError("a standard file is closed, or too many files are open")
+    # The folder of this file: a launcher's BOOTSEER_PRELOAD names its workers' folder.
     folder = posix.open(sys.argv[0].rpartition("/")[0], posix.O_PATH | posix.O_CLOEXEC)
     directory = posix.open(".", posix.O_PATH | posix.O_CLOEXEC)
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
     connection.settimeout(_WAIT_S)
-    # The path of a socket has 108 bytes.
+    # A socket's address is limited to 108 bytes.
     connection.connect(f"/proc/self/fd/{folder}/socket")
     credentials = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)
     if int.from_bytes(credentials[4:8], sys.byteorder) != posix.geteuid():
@@ -155,7 +156,7 @@ def _is_open(number: int) -> bool:
 
 
 def _stand_for(connection: Any) -> NoReturn:
-    """Pass signals on, and end as the worker ends."""
+    """Pass signals on to the worker's guard, and end as the worker ends."""
     import _signal  # type: ignore[import-not-found]
     import select
 
@@ -164,13 +165,13 @@ def _stand_for(connection: Any) -> NoReturn:
     for number in range(1, _signal.NSIG):
         if number not in (SIGKILL, SIGSTOP, SIGCHLD):
             try:
-                # By SIGCONT the guard knows that we go on, also where it is ignored.
+                # SIGCONT even if it is ignored: it tells the guard that the stand-in goes on.
                 if _signal.getsignal(number) != _signal.SIG_IGN or number in (13, SIGCONT, 25):
                     _signal.signal(number, lambda *_: None)
             except (OSError, ValueError):
                 continue
     connection.sendall(b"G")
-    # The worker alone has its files from now on.
+    # From now on only the worker has its files open.
     null = posix.open("/dev/null", posix.O_RDWR)
     for name in posix.listdir("/proc/self/fd"):
         if int(name) not in (null, reader, writer, connection.fileno()):
@@ -186,7 +187,7 @@ def _stand_for(connection: Any) -> NoReturn:
         for descriptor, _ in poll.poll():
             if descriptor == reader:
                 for number in posix.read(reader, 512):
-                    send(connection, bytes((number, number in _OF_GROUP)))
+                    send(connection, bytes((number, number in _GROUP_SIGNALS)))
             else:
                 answer = connection.recv(5)
                 if answer[:1] == b"S":
@@ -197,22 +198,22 @@ def _stand_for(connection: Any) -> NoReturn:
 
 
 def send(connection: Any, data: bytes) -> None:
-    """Send to the other side, if it is still there."""
+    """Send data to the other side; do nothing if it has closed the connection."""
     try:
         connection.sendall(data)
     except OSError:
-        return  # its end is told by what is read
+        return  # the next read reports the end of the other side
 
 
 def _end_as(answer: bytes) -> NoReturn:
-    """End as the worker did; by SIGKILL where its guard was killed, and the worker with it."""
+    """End as the worker did; by SIGKILL if the guard was killed, and the worker with it."""
     import _signal
 
     status = int.from_bytes(answer[1:5], "big") if answer[:1] == b"E" else SIGKILL
     if not posix.WIFSIGNALED(status):
         posix._exit(posix.WEXITSTATUS(status))
     number = posix.WTERMSIG(status)
-    # The worker has written its memory, if anybody wanted it.
+    # No core file of the stand-in: the worker has written its own, if that is enabled.
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

@@ -1,7 +1,8 @@
-"""A fork of the preloader becomes the process that was asked for, and its parent its guard.
+"""Forking of a worker: a fork of the preloader becomes the requested process, its parent the guard.
 
-`fork_worker` returns in the worker alone, which then goes on as an interpreter that has just begun.
-Alone owns what such a process takes over, and what it draws anew. Standard library alone.
+`fork_worker` returns only in the worker, which then goes on as an interpreter that has just
+started. Only this module defines which attributes such a process takes over, and which random state
+it renews. Standard library alone.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bootseer.served.preload.checks import Refusal
+from bootseer.served.preload.checks import PreloadRefused
 from bootseer.served.preload.guard import guard
 
 _HANDSHAKE_S = 10.0
@@ -56,11 +57,11 @@ def fork_worker(
     own: tuple[Mapping[str, Any], bytes],
     check: Callable[[], None],
 ) -> bool:
-    """Fork the guard, and from it the worker. True in the worker, once the other side wants it;
-    False in the preloader. Raises: OSError, in the preloader alone.
+    """Fork the guard, and from it the worker. Return whether this process is the worker.
 
-    `own`: the situation of this process, and what the kernel calls an ordinary interpreter.
-    `check` is called in the worker, and raises what speaks against it.
+    Returns in the worker when the stand-in has accepted it. `own` has the attributes of this
+    process and the kernel's name for an ordinary interpreter; `check` raises an exception in a
+    worker that must not be used. Raises: OSError, only in the preloader.
     """
     if os.fork():
         return False
@@ -77,11 +78,11 @@ def fork_worker(
         try:
             for descriptor in (tell, wait, *descriptors):
                 os.close(descriptor)
-            _hand_over(connection, worker, told, go)
+            _become_guard(connection, worker, told, go)
         except BaseException as error:
             _refuse(connection, str(error))
         finally:
-            os._exit(1)  # with it the worker, which has not begun
+            os._exit(1)  # the worker, which has not begun, ends with its parent
     pipes = [tell, wait]
     try:
         connection.close()
@@ -98,17 +99,17 @@ def _refuse(connection: socket.socket, reason: str) -> None:
         connection.sendall(f"R{reason}".encode()[:4000])
 
 
-def _hand_over(connection: socket.socket, worker: int, told: int, go: int) -> NoReturn:
-    """Let the worker begin when the other side knows of it, and become its guard."""
+def _become_guard(connection: socket.socket, worker: int, told: int, go: int) -> NoReturn:
+    """Release the worker when the stand-in has accepted it, and become its guard."""
     if (answer := os.read(told, 4096)) != _PREPARED:
-        raise Refusal(answer.decode(errors="replace") or "the worker has ended")
+        raise PreloadRefused(answer.decode(errors="replace") or "the worker has ended")
     connection.settimeout(_HANDSHAKE_S)
     connection.sendall(b"F")
     if connection.recv(1) != b"G":
-        raise Refusal("nobody waits for it")
-    stand_in = peer_of(connection)[0]
-    # Before the worker runs: its program may ask who its parent is.
-    show_as(["bootseer guard", str(worker)], _GUARD)
+        raise PreloadRefused("the stand-in does not wait for the worker")
+    stand_in = peer_credentials(connection)[0]
+    # Before the worker runs, since its program may ask for its parent's name.
+    set_command_line(["bootseer guard", str(worker)], _GUARD)
     os.write(go, b"G")
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
@@ -117,8 +118,8 @@ def _hand_over(connection: socket.socket, worker: int, told: int, go: int) -> No
     guard(connection, worker, stand_in)
 
 
-def peer_of(connection: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group of the other side of a connection."""
+def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """Return pid, uid and gid of the process at the other end of a connection."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, user, group = (int.from_bytes(data[at : at + 4], sys.byteorder) for at in (0, 4, 8))
     return pid, user, group
@@ -135,7 +136,7 @@ def _become(
     pipes: list[int],
     check: Callable[[], None],
 ) -> None:
-    """Take over all that an ordinary worker would inherit, tell so, and wait until it is wanted."""
+    """Take over everything that an ordinary worker would inherit; wait to be accepted."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != guardian:
@@ -143,8 +144,8 @@ def _become(
     os.setsid()
     os.fchdir(descriptors[-1])
     _take_descriptors(request["descriptors"], descriptors[:-1], pipes)
-    _take_situation(request, own[0])
-    _take_words(request, own[1])
+    _take_attributes(request, own[0])
+    _take_command_line(request, own[1])
     _renew_streams()
     check()
     os.write(pipes[0], _PREPARED)
@@ -155,7 +156,7 @@ def _become(
 
 
 def _take_descriptors(numbers: Sequence[int], descriptors: Sequence[int], pipes: list[int]) -> None:
-    """Give the files the numbers that they had, and close all others but the pipes, which move."""
+    """Give the files the numbers that they had; close all others except the pipes, which move."""
     above = max(numbers) + 1
     moved = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, above) for one in (*descriptors, *pipes)]
     pipes[:] = moved[-len(pipes) :]
@@ -165,14 +166,14 @@ def _take_descriptors(numbers: Sequence[int], descriptors: Sequence[int], pipes:
 
 
 def _close_all_but(kept: Collection[int]) -> None:
-    # Not all numbers below the limit, which may be 2^30.
+    # Not by counting up to the limit, which may be 2^30.
     for text in os.listdir("/proc/self/fd"):
         if int(text) not in kept:
             with contextlib.suppress(OSError):
                 os.close(int(text))
 
 
-def _take_situation(request: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _take_attributes(request: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     os.umask(request["umask"])
     if request["limits"] != own["limits"]:
         for kind, soft, hard in _LIMIT.findall(request["limits"]):
@@ -199,8 +200,8 @@ def _limit(text: bytes) -> int:
     return resource.RLIM_INFINITY if text == b"unlimited" else int(text)
 
 
-def _take_words(request: Mapping[str, Any], name: bytes) -> None:
-    """Arguments, environment, and what `ps` shows."""
+def _take_command_line(request: Mapping[str, Any], name: bytes) -> None:
+    """Set arguments, environment, and the command that `ps` shows."""
     os.environ.clear()
     os.environb.update(request["environment"])
     words: list[str] = request["words"]
@@ -208,11 +209,11 @@ def _take_words(request: Mapping[str, Any], name: bytes) -> None:
     is_module = words[options] == "-m"
     sys.orig_argv[:] = [sys.executable, *words]
     sys.argv[:] = ["-m", *words[options + 2 :]] if is_module else words[options:]
-    show_as([sys.executable, *words], name)
+    set_command_line([sys.executable, *words], name)
 
 
-def show_as(words: Sequence[str], name: bytes) -> None:
-    """Have `ps` show this command, as far as the memory of the first one reaches, and this name."""
+def set_command_line(words: Sequence[str], name: bytes) -> None:
+    """Set the command and name that `ps` shows; cut to the length of the first command line."""
     with contextlib.suppress(OSError, ValueError):
         Path("/proc/self/comm").write_bytes(name)
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
@@ -224,12 +225,11 @@ def show_as(words: Sequence[str], name: bytes) -> None:
 
 
 def _renew_streams() -> None:
-    """Make `sys.stdin` and its kin anew in place, for other kinds of files than the preloader's:
-    modules that were imported hold these very objects."""
+    """Initialise the standard streams in place, since preloaded modules hold the objects."""
     names = ("<stdin>", "<stdout>", "<stderr>")
     streams: Any = (sys.stdin, sys.stdout, sys.stderr)
     for number, (name, stream) in enumerate(zip(names, streams, strict=True)):
-        # As CPython's create_stdio.
+        # The same buffering as CPython's create_stdio.
         raw: Any = io.FileIO(number, "rb" if number == 0 else "wb", closefd=False)
         raw.name = name
         buffer = raw
@@ -249,14 +249,14 @@ def _renew_streams() -> None:
         )
 
 
-def drawn_by(modules: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Those of the modules that have drawn something for their process, or noted its beginning."""
+def stateful_modules(modules: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the modules that hold random state or the start time of their process."""
     names = ("numpy.random.mtrand", "multiprocessing.process", "transformers.utils.hub", "logging")
     return {name: module for name, module in modules if name in names}
 
 
-def draw_anew(drawn: Mapping[str, Any], generators: Iterable[random.Random]) -> None:
-    """Random numbers and names, and clocks, as a process of its own has them."""
+def reseed(drawn: Mapping[str, Any], generators: Iterable[random.Random]) -> None:
+    """Renew random generators, random ids and start times, so that they are this process's own."""
     random.seed()
     for generator in generators:
         generator.seed()

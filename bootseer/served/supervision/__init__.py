@@ -1,1 +1,4 @@
-"""Holding a mount while its worker processes come and go."""
+"""Supervision: a process that holds a mount and replaces its workers when they die or hang.
+
+Public: `supervisor.supervise`, `worker.StopSignal`, `heartbeat.silence_for`, `hand_over`.
+"""

@@ -1,8 +1,8 @@
-"""Handing a mount to newer code while it is in use.
+"""Replacement of a mount's server by newer code while the mount is in use.
 
-Alone owns the document that a process leaves to the one that it becomes (execve): the mount's
-/dev/fuse descriptor, what was agreed with the kernel, and what its server adds. Main thread of a
-single-threaded process only.
+Only this module defines the document that a process leaves for the program that replaces it by
+execve: the mount's /dev/fuse descriptor, the parameters agreed with the kernel, and members of the
+server. Main thread of a single-threaded process only.
 """
 
 import logging
@@ -22,16 +22,16 @@ from bootseer.linux.scripts import python_environment
 _log = logging.getLogger(__name__)
 
 RESUME = "--resume"
-"""An option of a server's module: the descriptor of the document follows."""
+"""Option of a server's module; the descriptor of the document follows."""
 _IMPORT_S = 60.0
 
 
-def become_newer(
-    module: str, imports: str, attached: Attached, document: Mapping[str, Any]
-) -> None:
-    """Become `module` as it is installed now, which goes on with the mount, has `document` by
-    `taken_over`, and the descriptors that this names `*_fd`. Returns, after a warning, where what
-    it `imports` cannot be imported."""
+def exec_newer(module: str, imports: str, attached: Attached, document: Mapping[str, Any]) -> None:
+    """Replace this process by `module` as it is installed now, which goes on with the mount.
+
+    The new program gets `document` by `read_document`, and the descriptors in its members named
+    `*_fd`. Returns, after logging an error, if `module` or `imports` cannot be imported.
+    """
     environment = python_environment()
     tried = subprocess.run(
         [sys.executable, "-c", f"import {module}, {imports}"],
@@ -43,7 +43,7 @@ def become_newer(
     )
     if tried.returncode != 0:
         reason = tried.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        _log.error("the code that is installed now does not start, going on as before: %s", reason)
+        _log.error("the installed code does not start, so the running code serves on: %s", reason)
         return
     whole = {
         **document,
@@ -59,12 +59,12 @@ def become_newer(
     os.lseek(left, 0, os.SEEK_SET)
     for fd in (left, *_descriptors(whole)):
         os.set_inheritable(fd, True)
-    _log.info("going on with the code that is installed now")
+    _log.info("going on with the installed code")
     os.execve(sys.executable, [sys.executable, "-m", module, RESUME, str(left)], environment)
 
 
-def taken_over(left: int) -> tuple[dict[str, Any], Attached]:
-    """The document that this process left to itself before it became newer code, and the mount."""
+def read_document(left: int) -> tuple[dict[str, Any], Attached]:
+    """Return the document of the program that this one has replaced, and the mount."""
     with open(left, encoding="utf-8") as file:
         document = from_line(file.read(), dict[str, Any])
     for fd in _descriptors(document):

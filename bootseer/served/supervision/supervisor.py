@@ -1,27 +1,27 @@
-"""A mount that survives the death of the process that serves it.
+"""Supervisor of a mount, which survives the death of the process that serves it.
 
-The supervisor mounts, holds the /dev/fuse descriptor and forks a worker that serves. When the
-worker dies, another takes over and makes the kernel repeat what was not answered
-(FUSE_NOTIFY_RESEND, protocol 7.40): readers notice nothing but a pause. Where the kernel cannot
-do that, or workers keep dying, the connection is aborted, so that readers get an error and not a
-hang. If the supervisor itself is killed, the worker serves on until it is unmounted.
+The supervisor mounts, holds the /dev/fuse descriptor, and forks a worker that serves. When the
+worker dies, another one takes over and makes the kernel repeat the requests without an answer
+(FUSE_NOTIFY_RESEND, protocol 7.40): readers notice only a pause. If the kernel cannot do that, or
+workers keep dying, the connection is aborted, so that readers get an error and do not hang. If the
+supervisor itself is killed, the worker serves on until the mount is unmounted.
 
-A worker that runs but does not answer (stopped, or frozen with its cgroup; see `heartbeat`) is told
-to continue, and where that does not help it is killed and replaced as any that died. If the
-supervisor is stopped or frozen as well, no process notices: readers wait until both go on, or until
-the kernel gives up (`MountOptions.kernel_deadline_s`).
+A worker that runs but does not answer (stopped, or frozen with its cgroup; see `heartbeat`) gets
+SIGCONT; if that does not help it is killed and replaced like one that died. If the supervisor is
+stopped or frozen as well, readers wait until both go on, or until the kernel gives up
+(`MountOptions.kernel_deadline_s`).
 
-A worker that ends with `HANDED_OVER` wants another to take over, maybe with newer code: `hand_over`
-may then replace this process by one that calls `supervise` with the same `Attached`.
+A worker that exits with `HANDED_OVER` asks to be replaced, perhaps by newer code: `hand_over` may
+then replace this process by one that calls `supervise` with the same `Attached`.
 
-What `Operations` must keep to under supervision: node ids, handles and directory cookies mean the
-same in every worker, derived without state of the process (the image tree: node = inode number + 1,
-handle 0) or noted before the kernel hears of them (the striped file system); a request may run
-twice, so one that changes something must bear repetition; and `read` returns bytes that are
-resident, not a view of a mapped file: a page that is faulted in when the worker is killed in the
-middle of its reply fails that one request with EIO.
+Rules for `Operations` under supervision: node ids, handles and directory cookies mean the same in
+every worker, so they are derived without state of the process (the image tree: node = inode number
++ 1, handle 0) or journalled before the kernel gets them (the striped file system). A request may
+run twice, so a request that changes something must allow repetition. `read` must return bytes that
+are resident, not a view of a mapped file: a page fault after the worker was killed in the middle of
+its reply makes that request fail with EIO.
 
-Alone forks. The supervisor stays single-threaded, and imports nothing heavy.
+Only this module forks. The supervisor stays single-threaded, and imports nothing heavy.
 """
 
 import logging
@@ -42,15 +42,16 @@ from bootseer.linux import mount_table
 from bootseer.linux.processes import is_stuck, wait_readable
 from bootseer.served.processes import Ready, Report
 from bootseer.served.supervision.heartbeat import Heartbeat
-from bootseer.served.supervision.stop_signal import STOP_SIGNALS, StopSignal
 from bootseer.served.supervision.worker import (
+    STOP_SIGNALS,
     Factory,
     RestartPolicy,
-    code_of,
-    died_of,
-    ends_within,
+    StopSignal,
+    describe_exit,
+    exit_code,
     reap_ended,
-    work,
+    run_worker,
+    wait_and_reap,
 )
 
 log = logging.getLogger(__name__)
@@ -59,9 +60,10 @@ HANDED_OVER = 75  # EX_TEMPFAIL of sysexits.h
 _READY_DEADLINE_S = 120.0
 _STOP_GRACE_S = 15.0
 _CONTINUE_SHARE = 0.5
-"""A share of the silence after which a worker is killed: after so much it is told to continue."""
+"""Share of the allowed silence after which a worker gets SIGCONT."""
 _CANNOT_REPLACE_FACTOR = 4.0
-"""A worker that cannot be replaced is killed later by so much: that ends the mount."""
+"""Factor for the allowed silence of a worker that cannot be replaced, whose end is the mount's end.
+"""
 
 
 def supervise(
@@ -77,25 +79,29 @@ def supervise(
     hand_over: Callable[[Attached], None] | None = None,
     stop_grace_s: float = _STOP_GRACE_S,
 ) -> None:
-    """Mount, and serve what `factory` makes from a worker process until unmounted, SIGTERM or
-    SIGINT.
+    """Mount `mountpoint`, and serve it from worker processes until unmounted, SIGTERM or SIGINT.
 
-    `factory` is called in each worker, after the fork. When the first worker serves `report` hears
-    `answer()`, or else why there is none, and `on_ready` is called, here. Main thread of a
-    single-threaded process only.
+    When the first worker serves, `report` gets `answer()` and `on_ready` is called, in this
+    process; a failure is reported instead. Main thread of a single-threaded process only.
 
-    `attached`: a mount that another process of ours has made; its requests are asked for again.
-    `hand_over` is called after a worker has ended with `HANDED_OVER`, with the stop signals
-    blocked; where it returns, this code goes on serving.
-
-    `stop_grace_s`: how long a worker is given to end, after the time for open files
-    (`shutdown_s`), before it is killed.
+    Args:
+        factory: Makes the file system's operations; called in each worker, after the fork.
+        mountpoint: Where to mount.
+        options: Options of the mount.
+        report: Report to the process that started this one.
+        answer: Makes the report's answer.
+        on_ready: Called when the first worker serves.
+        restart: How often a worker may die.
+        attached: A mount that another process of ours has made; the kernel repeats its requests.
+        hand_over: Called with blocked stop signals after a worker has exited with `HANDED_OVER`; if
+            it returns, this code goes on serving.
+        stop_grace_s: Time for a worker to end after `shutdown_s` before it is killed.
 
     Raises:
-        InvalidInputError: this process has other threads. BootseerError: the mount failed.
-        UnavailableError: the first worker did not start, workers kept dying, or no process waits
-        for
-            the mount any more.
+        InvalidInputError: This process has other threads.
+        BootseerError: The mount failed.
+        UnavailableError: The first worker did not start, workers kept dying, or the reader of the
+            report has gone.
     """
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
@@ -104,12 +110,12 @@ def supervise(
             "starts threads, or in a process of its own"
         )
     with StopSignal() as stop:
-        # Blocked by the process that handed over, until we had handlers.
+        # The process that handed over has blocked them until there are handlers.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         is_taken_over = attached is not None
         attached = attached or attach(mountpoint, options)
         try:
-            # From here on: once it is unmounted, its number may be another mount's.
+            # Opened while mounted: after an unmount another mount may get the number.
             with control.connection(attached.device_minor) as connection:
                 policy = restart or RestartPolicy()
                 supervisor = _Supervisor(
@@ -130,8 +136,6 @@ def supervise(
 
 
 class _Supervisor(Struct):
-    """The loop of one supervised mount."""
-
     factory: Factory
     options: MountOptions
     attached: Attached
@@ -144,29 +148,33 @@ class _Supervisor(Struct):
     stop_grace_s: float
     heartbeat: Heartbeat | None = None
     dying: set[int] = field(default_factory=set)
-    """Workers that were killed and could not end yet."""
+    """Workers that were killed and have not ended yet."""
 
     def run(self, on_ready: Callable[[], None], is_taken_over: bool) -> None:
-        """Until the worker ends as it should. Whatever happens, no reader waits on the mount
-        then."""
+        """Run the worker and restart it after crashes until it exits cleanly; then clean up.
+
+        On any other exit the FUSE connection is aborted, so that no reader waits.
+        """
         worker = -1
         try:
             worker, ready = self._start(resend=is_taken_over)
             if is_taken_over:
-                # One that fails is replaced, as any that dies: the mount is in use.
+                # Do not wait for it: the mount is in use, and a worker that fails is replaced.
                 os.close(ready)
             elif not self._await_ready(ready):
-                # It has served nobody, and waits for its storage, perhaps a silent one.
+                # The worker has served nobody, and may be waiting for a silent storage.
                 os.kill(worker, signal.SIGKILL)
                 return
             if self.report is not None and not self.report.ready(self.answer()):
                 path = self.attached.path
-                raise UnavailableError(f"nobody waits for the mount on {path} any more")
+                raise UnavailableError(
+                    f"the process that asked for the mount on {path} does not wait for it any more"
+                )
             on_ready()
             while True:
                 if self._await_death(worker):
                     return
-                code = code_of(worker)
+                code = exit_code(worker)
                 if code is None:
                     self.dying.add(worker)
                     code = -signal.SIGKILL
@@ -180,18 +188,18 @@ class _Supervisor(Struct):
             self._clean_up(worker)
 
     def _start(self, *, resend: bool) -> tuple[int, int]:
-        """Fork a worker; its pid, and a pipe on which it says that it serves."""
+        """Fork a worker. Return its pid, and a pipe on which it reports that it serves."""
         ready, tell = os.pipe2(os.O_CLOEXEC)
         silence_s = self.options.worker_silence_s
         if not self.attached.connection.resend:
             silence_s *= _CANNOT_REPLACE_FACTOR
         heartbeat = Heartbeat(max(_READY_DEADLINE_S, silence_s), silence_s)
-        # A signal between the fork and the worker's own handlers would reach ours in the worker.
+        # Until the worker has handlers of its own, a signal would run this process's in the worker.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             pid = os.fork()
             if pid == 0:
-                work(
+                run_worker(
                     self.factory,
                     self.options,
                     self.attached,
@@ -203,15 +211,14 @@ class _Supervisor(Struct):
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         os.close(tell)
-        heartbeat.keep_asking()
+        heartbeat.start_asking()
         if self.heartbeat is not None:
             self.heartbeat.close()
         self.heartbeat = heartbeat
         return pid, ready
 
     def _await_ready(self, ready: int) -> bool:
-        """Until the first worker serves; False if told to stop before, or if nobody waits for the
-        mount any more."""
+        """Wait until the first worker serves. Return False if the mount is not wanted any more."""
         try:
             ends = [self.stop.fileno()]
             if self.report is not None:
@@ -230,36 +237,36 @@ class _Supervisor(Struct):
         raise UnavailableError(f"the file system on {path} failed to start; its log says why")
 
     def _await_death(self, worker: int) -> bool:
-        """Until the worker ends (False) or we are told to stop (True)."""
+        """Wait until the worker ends (return False) or a stop signal comes (return True)."""
         assert self.heartbeat is not None
         pidfd = os.pidfd_open(worker)
         try:
             readable: list[int] = []
             # This is the life of the mount.
             while not readable and not is_stuck(worker):
-                readable = wait_readable([pidfd, self.stop.fileno()], self.heartbeat.look_s)
+                readable = wait_readable([pidfd, self.stop.fileno()], self.heartbeat.check_s)
                 reap_ended(self.dying)
-                if not readable and not self._sees_to(worker, self.heartbeat.look()):
+                if not readable and not self._tolerate(worker, self.heartbeat.check()):
                     break
         finally:
             os.close(pidfd)
         return self.stop.fileno() in readable and pidfd not in readable
 
-    def _sees_to(self, worker: int, silence: float) -> bool:
-        """Act on a worker's silence; False when it was killed."""
+    def _tolerate(self, worker: int, silence: float) -> bool:
+        """Act on a worker's silence. Return False if the worker was killed for it."""
         path = self.attached.path
         if silence >= 1:
             log.warning("process %d, which serves %s, does not answer: killing it", worker, path)
-            # Frozen with its cgroup it may die later; its successor need not wait for that.
+            # A frozen process dies only when thawed; the successor need not wait for that.
             os.kill(worker, signal.SIGKILL)
             return False
         if silence >= _CONTINUE_SHARE:
-            log.info("process %d, which serves %s, does not answer: SIGCONT", worker, path)
+            log.info("process %d, which serves %s, does not answer: sending SIGCONT", worker, path)
             os.kill(worker, signal.SIGCONT)
         return True
 
     def _replace(self, code: int) -> int:
-        """Start the successor of a worker that died; -1 if told to stop meanwhile."""
+        """Start the successor of a worker that died. Return its pid, or -1 after a stop signal."""
         path = self.attached.path
         if code == HANDED_OVER and self.hand_over is not None:
             self._try_to_hand_over(self.hand_over)
@@ -268,15 +275,15 @@ class _Supervisor(Struct):
             return worker
         if not self.attached.connection.resend:
             raise UnavailableError(
-                f"the process that served {path} died ({died_of(code)}), and this kernel cannot "
-                "hand its requests to another (Linux 6.9 can): unmounted"
+                f"the process that served {path} died ({describe_exit(code)}), and this kernel "
+                "cannot hand its requests to another (Linux 6.9 can): unmounted"
             )
         pause_s = self.restart.pause_s(time.monotonic())
         if pause_s is None:
             raise UnavailableError(
-                f"the processes that serve {path} keep dying ({died_of(code)}): unmounted"
+                f"the processes that serve {path} keep dying ({describe_exit(code)}): unmounted"
             )
-        log.warning("the process that served %s died (%s): restarting", path, died_of(code))
+        log.warning("the process that served %s died (%s): restarting", path, describe_exit(code))
         if pause_s and wait_readable([self.stop.fileno()], pause_s):
             return -1
         worker, ready = self._start(resend=True)
@@ -288,21 +295,21 @@ class _Supervisor(Struct):
         try:
             hand_over(self.attached)
         except Exception:
-            log.exception("cannot hand %s over: serving on", self.attached.path)
+            log.exception("cannot hand %s over to newer code: serving on", self.attached.path)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _clean_up(self, worker: int) -> None:
-        """End the worker within its time, and see that no reader is left waiting."""
+        """End the worker and the connection, so that no reader is left waiting."""
         attached = self.attached
         if worker >= 0:
             os.kill(worker, signal.SIGTERM)
-            os.kill(worker, signal.SIGCONT)  # a stopped one would not see it
-        if worker >= 0 and not ends_within(worker, self.options.shutdown_s + self.stop_grace_s):
+            os.kill(worker, signal.SIGCONT)  # a stopped process does not handle SIGTERM
+        if worker >= 0 and not wait_and_reap(worker, self.options.shutdown_s + self.stop_grace_s):
             log.warning("the process that serves %s does not end: killing it", attached.path)
             os.kill(worker, signal.SIGKILL)
-            # Whether it could end or not: its readers wait for the end of the connection.
-            code_of(worker)
+            # Go on even if it cannot end: readers wait for the end of the connection.
+            exit_code(worker)
         mounted = mount_table.find_mount(attached.path)
         if mounted is not None and mounted.device_minor == attached.device_minor:
             abort_connection(attached.device_minor, attached.path)

@@ -165,11 +165,11 @@ def _lingering(wanted: JobMount) -> Path | None:
     if wanted.aside is None:
         return None
     from bootseer.fuse.striped.mounted.mount import unchecked_spec
-    from bootseer.served.cover_users import lingering
     from bootseer.served.folders import CHECKPOINT
+    from bootseer.served.users import lingering_mounts
 
     settings = wanted.settings
-    for _, state in lingering(settings.run_dir, CHECKPOINT):
+    for _, state in lingering_mounts(settings.run_dir, CHECKPOINT):
         directory = Path(state.directory)
         spec = unchecked_spec(settings, wanted.url, directory, **wanted.choices)
         if spec.fingerprint == state.fingerprint:

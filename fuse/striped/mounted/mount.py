@@ -34,8 +34,7 @@ from bootseer.fuse.striped.mounted.options import SUBTYPE, CheckpointPlan, Mount
 from bootseer.linux.mount_table import absolute, find_mount
 from bootseer.linux.namespaces import mount_namespace
 from bootseer.served.control import ask
-from bootseer.served.cover_users import join, only_lingers
-from bootseer.served.ending import end_process, end_silent, give_up
+from bootseer.served.ending import end_process, give_up, kill_silent
 from bootseer.served.folders import (
     log_path,
     new_mount_dir,
@@ -46,6 +45,7 @@ from bootseer.served.folders import (
 )
 from bootseer.served.processes import CHECKPOINTS, start
 from bootseer.served.status import find_known
+from bootseer.served.users import is_lingering, join
 from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def take_over(spec: MountSpec) -> str:
     if find_mount(Path(spec.directory)) is None:
         return ""
     known = find_known(Path(spec.run_dir), Path(spec.directory))
-    if known is None or not known.is_running or not only_lingers(known.folder):
+    if known is None or not known.is_running or not is_lingering(known.folder):
         return ""
     if known.state.fingerprint == spec.fingerprint:
         try:
@@ -172,7 +172,7 @@ def take_over(spec: MountSpec) -> str:
             if join(known.folder, None, spec.user.pid if spec.user else None):
                 return "live"
         except (UnavailableError, DeadlineError):
-            end_silent(known.folder, known.state)
+            kill_silent(known.folder, known.state)
             return "changed"
     unmount_checkpoints(Path(spec.run_dir), Path(spec.directory))
     return "changed"

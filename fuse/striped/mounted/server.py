@@ -22,9 +22,9 @@ from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Attached
 from bootseer.fuse.striped.mounted.options import SUBTYPE, CheckpointPlan, MountSpec
 from bootseer.served.folders import CHECKPOINT, MountState, new_mount_dir, read_state
-from bootseer.served.life import living
+from bootseer.served.life import hold_folder
 from bootseer.served.processes import CHECKPOINTS, Ready, Report, serve
-from bootseer.served.supervision.hand_over import RESUME, become_newer, taken_over
+from bootseer.served.supervision.hand_over import RESUME, exec_newer, read_document
 from bootseer.served.supervision.heartbeat import silence_for
 from bootseer.served.supervision.supervisor import supervise
 from bootseer.store.paths import split_scheme
@@ -62,7 +62,7 @@ def _serve(
     `lock_fd` and `attached`: from the code that this process was before. `report` hears that the
     mount works, or why not.
     """
-    with living(plan.state_dir, _state_of(plan), lock_fd) as life:
+    with hold_folder(plan.state_dir, _state_of(plan), lock_fd) as life:
 
         def worker(attached: Attached) -> Operations:
             # Imported here: a worker that follows one that died starts with little to inherit.
@@ -79,7 +79,7 @@ def _serve(
 
         def hand_over(attached: Attached) -> None:
             document = {"plan": to_line(plan), "owner_fd": owner_fd, "lock_fd": life.lock}
-            become_newer(CHECKPOINTS.module, _WORKER, attached, document)
+            exec_newer(CHECKPOINTS.module, _WORKER, attached, document)
 
         supervise(
             worker,
@@ -154,7 +154,7 @@ def _go_on(left: int) -> list[str]:
 
     `left`: the descriptor of the document that it left itself.
     """
-    document, attached = taken_over(left)
+    document, attached = read_document(left)
     plan = from_line(document["plan"], CheckpointPlan)
     return _serve(plan, document["owner_fd"], lock_fd=document["lock_fd"], attached=attached)
 

@@ -23,7 +23,7 @@ from bootseer.fuse.striped.statistics import Statistics
 from bootseer.linux.mount_table import absolute
 from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.served.folders import MountState
-from bootseer.served.status import Known, find_known, known_mounts
+from bootseer.served.status import KnownServer, find_known, known_mounts
 
 _ERRORS_KEPT = 10
 _MESSAGE_CHARS_MAX = 500
@@ -106,7 +106,7 @@ def all_statuses(run_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _with_rates(known: Known) -> dict[str, Any]:
+def _with_rates(known: KnownServer) -> dict[str, Any]:
     before = known.ask("status")["statistics"]
     time.sleep(_RATE_S)
     answer = known.ask("status")

@@ -26,7 +26,7 @@ from bootseer.prefetch.serve.plan import ServePlan
 from bootseer.served import spawner as exchange
 from bootseer.served.folders import live_mounts
 from bootseer.served.processes import CHECKPOINTS, SPAWNER, Role, start
-from bootseer.served.spawner import answers
+from bootseer.served.spawner import is_answering
 from bootseer.settings.config import Settings
 from testbed.cgroups import in_own_cgroup
 from testbed.containers.containerd_node import ContainerdNode
@@ -50,7 +50,7 @@ def running(
         [*command, "kubernetes", "spawner", "--address", str(address), *options], cwd=REPOSITORY
     )
     try:
-        wait_for(lambda: answers(address))
+        wait_for(lambda: is_answering(address))
         yield process
     finally:
         process.terminate()
@@ -120,7 +120,7 @@ def test_variables_of_the_client_may_be_left_out(
 def test_only_programs_of_ours_are_started(tmp_path: Path, address: Path) -> None:
     with running(tmp_path / "run", address):
         for module in ("http.server", "bootseer", "bootseer.cli", "os"):
-            with pytest.raises(UnavailableError, match="none of Bootseer's"):
+            with pytest.raises(UnavailableError, match="not one of Bootseer's"):
                 start(Role(module, "it"), tmp_path)
 
 
@@ -128,7 +128,7 @@ def test_what_is_no_request_is_refused(tmp_path: Path, address: Path) -> None:
     with running(tmp_path / "run", address):
         for data, fd_count in ((b"{}", 3), (b"\xff" * 9, 3), (b"x", 1), (b"?", 0)):
             assert b"failure" in _answer(address, data, fd_count)
-        assert answers(address)
+        assert is_answering(address)
 
 
 def _answer(address: Path, data: bytes, fd_count: int) -> bytes:
@@ -171,8 +171,8 @@ def test_without_a_spawner_servers_are_forked_with_one_warning(
     done = _mounted_elsewhere(settings, f"file://{tmp_path}/stored", *folders)
     assert len(done.parents) == 2
     assert done.said == [
-        f"the spawner at {address} cannot be asked ([Errno 2] No such file or directory): "
-        "servers end with this container"
+        f"cannot use the spawner at {address} ([Errno 2] No such file or directory): "
+        "servers will end with this container"
     ]
 
 
@@ -189,7 +189,7 @@ def test_a_spawner_of_another_protocol_is_asked_for_nothing(
         (said,) = done.said
         assert "drain the node, and delete its pod of bootseer-mounts" in said
         # It lives: what was mounted before, and died, may be mounted anew.
-        assert answers(address)
+        assert is_answering(address)
 
 
 class _Mounted(NamedTuple):
@@ -243,7 +243,7 @@ def test_a_spawner_asked_in_another_protocol_says_its_own(tmp_path: Path, addres
     with running(tmp_path / "run", address):
         answer = json.loads(_answer(address, line, 3))
     assert answer["protocol"] == exchange.PROTOCOL
-    assert "whose protocol is 99 where ours is" in answer["failure"]
+    assert "with protocol 99 instead of" in answer["failure"]
 
 
 def test_plans_of_this_protocol_have_these_members() -> None:

@@ -59,7 +59,7 @@ def test_wrong_usage(node: Node) -> None:
         ([], "COMMAND"),
         (["--bind", "/a:/b", "--", "true"], "--image"),
         (["--target", "/a", "--", "true"], "--setup"),
-        (["--setup", "'open", "--", "true"], "cannot be read"),
+        (["--setup", "'open", "--", "true"], "cannot be parsed"),
         (["--setup", " ", "--", "true"], "empty"),
         (["--checkpoint", "hdfs://host/x", "--", "true"], "URL:DIR"),
     ):

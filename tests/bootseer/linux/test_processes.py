@@ -41,10 +41,10 @@ def test_what_a_copy_of_this_process_tells_is_whole_or_nothing() -> None:
     """A long answer was once cut at 64 KiB."""
     code = (
         "import os, signal\n"
-        "from bootseer.linux.processes import in_a_copy\n"
-        "assert in_a_copy(lambda: b'x' * 300_000, 60) == b'x' * 300_000\n"
-        "assert in_a_copy(lambda: signal.pause() or b'x', 0.1) == b''\n"
-        "assert in_a_copy(lambda: os._exit(0), 60) == b''\n"
-        "assert in_a_copy(lambda: os.kill(os.getpid(), signal.SIGKILL) or b'x', 60) == b''\n"
+        "from bootseer.linux.processes import run_forked\n"
+        "assert run_forked(lambda: b'x' * 300_000, 60) == b'x' * 300_000\n"
+        "assert run_forked(lambda: signal.pause() or b'x', 0.1) == b''\n"
+        "assert run_forked(lambda: os._exit(0), 60) == b''\n"
+        "assert run_forked(lambda: os.kill(os.getpid(), signal.SIGKILL) or b'x', 60) == b''\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError, exit_code_of
-from bootseer.launch.doctor import Status, examine
+from bootseer.launch.doctor import CheckStatus, examine
 from bootseer.linux.ownership import Owners, fault_of_folder, parse_owners
 from bootseer.linux.private_files import make_private_directory, open_private_directory
 from bootseer.settings.config import Config, load_config
@@ -67,7 +67,7 @@ def test_a_configuration_that_others_may_write_is_left_out(
     written.unlink()
     os.mkfifo(written)
     assert loaded(home).settings.job != "x"
-    assert f"{written} is not used: it is a pipe, and no regular file" in caplog.text
+    assert f"{written} is not used: it is a pipe, not a regular file" in caplog.text
 
 
 @root_only
@@ -245,7 +245,7 @@ def test_owners_are_names_numbers_and_groups() -> None:
     assert parse_owners("root, 1000,@root,@77") == Owners(frozenset({1000}), frozenset({0, 77}))
     assert parse_owners("all").is_everybody
     for text in ("no-such-user", "@no-such-group"):
-        with pytest.raises(InvalidInputError, match="is no "):
+        with pytest.raises(InvalidInputError, match="is not a "):
             parse_owners(text)
 
 
@@ -324,7 +324,7 @@ def test_doctor_says_whose_a_folder_is(tmp_path: Path, home: Path) -> None:
     environ = {"HOME": str(home), "BOOTSEER_CACHE_DIR": str(cache), "BOOTSEER_RUN_DIR": str(home)}
     settings = load_config({}, environ, checks_folders=False).settings
     (found,) = [one for one in examine(settings) if one.name == "trust"]
-    assert found.status is Status.WARN
+    assert found.status is CheckStatus.WARN
     assert f"cache_dir is not used: {cache} belongs to user nobody" in found.seen
 
 
@@ -400,8 +400,8 @@ def test_a_folder_that_only_a_capability_opens_can_be_written(tmp_path: Path) ->
     own.mkdir(parents=True)
     os.chown(own, NOBODY, NOBODY)
     closed.chmod(0o700)
-    code = "import pathlib, sys; from bootseer.linux.ownership import unwritable\n"
-    code += "print(unwritable(pathlib.Path(sys.argv[1])))"
+    code = "import pathlib, sys; from bootseer.linux.ownership import unwritable_folder\n"
+    code += "print(unwritable_folder(pathlib.Path(sys.argv[1])))"
     user = as_ordinary_user(reading_all=True)
     words = [*user, sys.executable, "-c", code, str(own / "missing")]
     done = subprocess.run(words, capture_output=True, text=True, cwd="/", check=True, timeout=60)

@@ -24,7 +24,7 @@ broken line
 
 def test_mountinfo_is_parsed() -> None:
     first, second = mount_table.parse_mountinfo(_MOUNTINFO)
-    assert first == mount_table.Mount(
+    assert first == mount_table.FuseMount(
         Path("/mnt/with space\\"), 45, "bootseer-tree", "hdfs://nn/ckpt", True
     )
     assert (second.path, second.subtype, second.read_only) == (Path("/mnt/plain"), "", False)

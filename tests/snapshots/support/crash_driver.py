@@ -16,9 +16,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
-from bootseer.served.cover_users import has_users
-from bootseer.served.covers import cover_at
 from bootseer.served.folders import mounts_dir
+from bootseer.served.overlays import overlay_at
+from bootseer.served.users import has_users
 from bootseer.settings.config import Settings, load_settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.environment import run_setup
@@ -206,7 +206,7 @@ def restore_mounted(top: Path, wanted: int, mode: str = "mount") -> None:
         assert run_setup(node, request).mode == mode
 
     def unmount() -> None:
-        if cover_at(target) is not None:
+        if overlay_at(target) is not None:
             unmount_snapshot(node, target)
 
     try:
@@ -218,7 +218,7 @@ def restore_mounted(top: Path, wanted: int, mode: str = "mount") -> None:
         for point in points_of(count, wanted):
             unmount()
             killed = run_in_child(run, point) is None
-            cover = cover_at(target)
+            cover = overlay_at(target)
             if cover is not None and has_users(mounts_dir(node.run_dir) / cover.id):
                 assert differences(original, describe(target)) == [], point
             elif cover is not None and point % 2:

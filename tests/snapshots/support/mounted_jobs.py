@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from bootseer.base.documents import to_builtins
-from bootseer.served.covers import cover_at
+from bootseer.served.overlays import overlay_at
 from bootseer.settings.config import Settings
 from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.key import Request
@@ -60,7 +60,7 @@ class SetupProcess(subprocess.Popen[str]):
 
 
 def wait_uncovered(target: Path) -> None:
-    wait_for(lambda: cover_at(target) is None, f"the unmounting of {target}")
+    wait_for(lambda: overlay_at(target) is None, f"the unmounting of {target}")
 
 
 def small_setup(tmp_path: Path) -> tuple[Request, Path]:

@@ -1,11 +1,14 @@
-"""Runs in every Python process below `bootseer run`, of any version: nothing of ours may fail."""
+"""Code that runs first in every Python process below `bootseer run`, in any version of Python.
+
+A failure of ours must not reach the program.
+"""
 
 import os
 import sys
 
 
-def _chain(here):
-    """The sitecustomize that would have been found without ours; what it raises is its own."""
+def _run_next(here):
+    """Run the sitecustomize module that this one hides; its exceptions pass through."""
     from importlib.machinery import PathFinder
 
     places = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != here]
@@ -24,8 +27,8 @@ def _chain(here):
         raise
 
 
-def _watch(here, began_ns):
-    """Note what this process does until it is ready."""
+def _record(here, began_ns):
+    """Begin to record this process's imports, if there is a timeline."""
     if not os.environ.get("BOOTSEER_TIMELINE") or sys.version_info < (3, 11):
         return
     from importlib.util import module_from_spec, spec_from_file_location
@@ -39,9 +42,9 @@ def _watch(here, began_ns):
     module.install(package, began_ns)
 
 
-def _preload(here, consulted):
-    """Be a preloader, and go on as a worker that was forked from it."""
-    visible = set(sys.modules)
+def _preload(here, variables_read):
+    """Be a preloader; a worker forked from the preloader returns from this function."""
+    initial_modules = set(sys.modules)
     from importlib.util import module_from_spec, spec_from_file_location
 
     package = os.path.dirname(os.path.dirname(os.path.dirname(here)))
@@ -52,11 +55,11 @@ def _preload(here, consulted):
     spec.loader.exec_module(sys.modules["bootseer"])
     from bootseer.served.preload.server import serve
 
-    serve(visible, consulted)
+    serve(initial_modules, variables_read)
 
 
-def _consulted():
-    """The variables that are read from now on, and what they have."""
+def _track_variables():
+    """Record which variables are read from now on; return them and the original encoder."""
     found = {}
     environ = os.environ
     encode = environ.encodekey
@@ -76,9 +79,9 @@ def _begin():
     here = os.path.dirname(os.path.abspath(__file__))
     is_preloader = "BOOTSEER_PRELOADER" in os.environ
     if is_preloader:
-        consulted, encode = _consulted()
+        variables_read, encode = _track_variables()
     try:
-        _chain(here)
+        _run_next(here)
     except BaseException:
         if is_preloader:
             os._exit(1)
@@ -87,12 +90,12 @@ def _begin():
         if is_preloader:
             os.environ.encodekey = encode
             try:
-                _preload(here, consulted)
+                _preload(here, variables_read)
             except BaseException:
                 sys.excepthook(*sys.exc_info())
                 os._exit(1)
         try:
-            _watch(here, began_ns)
+            _record(here, began_ns)
         except Exception:
             pass
 

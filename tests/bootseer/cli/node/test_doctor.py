@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.launch import doctor
-from bootseer.launch.doctor import Finding, Status, examine
+from bootseer.launch.doctor import CheckStatus, Finding, examine
 from bootseer.settings.config import Settings, load_settings
 from testbed.waiting import pause
 
@@ -32,10 +32,10 @@ def _by_name(findings: list[Finding]) -> dict[str, Finding]:
 
 def test_a_good_store_is_atomic_and_left_clean(settings: Settings, tmp_path: Path) -> None:
     found = _by_name(examine(settings))
-    assert found["store"].status is Status.OK
-    assert found["store atomic"].status is Status.OK
-    assert found["clock"].status is Status.OK
-    assert found["cache"].status is not Status.FAIL
+    assert found["store"].status is CheckStatus.OK
+    assert found["store atomic"].status is CheckStatus.OK
+    assert found["clock"].status is CheckStatus.OK
+    assert found["cache"].status is not CheckStatus.FAIL
     for folder in ("store", "cache", "run"):
         left = [path for path in (tmp_path / folder).rglob("*") if path.is_file()]
         # That there is a store, and that this node has used it, is known from now on.
@@ -51,9 +51,9 @@ def test_every_bad_finding_says_what_to_do(settings: Settings, tmp_path: Path) -
     blocked.write_text("")
     broken = replace(settings, store_url=f"{blocked.as_uri()}/store", cache_dir=blocked / "c")
     found = _by_name(examine(broken))
-    assert found["store"].status is Status.FAIL
-    assert found["cache"].status is Status.FAIL
-    assert all(finding.advice for finding in found.values() if finding.status is not Status.OK)
+    assert found["store"].status is CheckStatus.FAIL
+    assert found["cache"].status is CheckStatus.FAIL
+    assert all(finding.advice for finding in found.values() if finding.status is not CheckStatus.OK)
 
 
 def test_a_hung_check_ends_at_the_deadline(
@@ -65,7 +65,7 @@ def test_a_hung_check_ends_at_the_deadline(
 
     monkeypatch.setattr(doctor, "CHECKS", (("store", hang),))
     (finding,) = examine(replace(settings, deadline_s=0.1))
-    assert finding.status is Status.FAIL
+    assert finding.status is CheckStatus.FAIL
     assert "no answer within" in finding.seen
 
 
@@ -84,7 +84,7 @@ def test_the_command_exits_with_1_when_something_is_broken(tmp_path: Path) -> No
 
 def test_a_store_on_this_nodes_disk_is_not_shared(settings: Settings) -> None:
     found = _by_name(examine(settings))
-    assert found["store shared"].status is Status.WARN
+    assert found["store shared"].status is CheckStatus.WARN
     assert "no other node sees" in found["store shared"].seen
 
 

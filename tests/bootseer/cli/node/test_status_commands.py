@@ -21,7 +21,6 @@ from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
 from bootseer.fuse.striped.mounted.server import serve_checkpoints
 from bootseer.linux import mount_table, namespaces
 from bootseer.prefetch.images.mount import mount_image
-from bootseer.served.cover_users import add_user
 from bootseer.served.folders import (
     PUBLISH,
     MountState,
@@ -30,6 +29,7 @@ from bootseer.served.folders import (
     take_lock,
     write_state,
 )
+from bootseer.served.users import add_user
 from bootseer.settings.config import Settings
 from bootseer.snapshots.archive import create_snapshot
 from testbed.mounts.fuse_mount import clear_mount

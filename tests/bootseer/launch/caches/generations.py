@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 from bootseer.launch.caches.finding import Cache
-from bootseer.launch.caches.publishing import Published, Since, publish
-from bootseer.launch.caches.records import Restored
+from bootseer.launch.caches.publishing import PublishResult, StartFacts, publish
+from bootseer.launch.caches.records import RestoreResult
 from bootseer.launch.caches.restoring import restore
 from bootseer.settings.config import Settings, load_settings
 from bootseer.snapshots.parts import Part
@@ -63,11 +63,11 @@ class CachingNode:
             if path.is_file()
         }
 
-    def restore(self) -> Restored:
+    def restore(self) -> RestoreResult:
         with open_own_store(self.settings) as store:
             return restore(self.settings, store, self.cache)
 
-    def publish(self, *, is_damaged: bool = False) -> Published:
-        since = Since(self.begun_ns, is_damaged=is_damaged)
+    def publish(self, *, is_damaged: bool = False) -> PublishResult:
+        facts = StartFacts(self.begun_ns, is_damaged=is_damaged)
         with open_own_store(self.settings) as store:
-            return publish(self.settings, store, self.cache, since, wait_s=30)
+            return publish(self.settings, store, self.cache, facts, wait_s=30)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.launch.caches.contents import look, only
+from bootseer.launch.caches.contents import only, read_contents
 
 DIGEST = "c3bwq5ttjvjxxpz7lfg36ryjh5jgoue4c67ayx65tq2k3sgg3yxa"
 
 
 def kept(folder: Path) -> set[str]:
-    return {os.fsdecode(path) for path in look(folder).files}
+    return {os.fsdecode(path) for path in read_contents(folder).files}
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_what_is_being_written_is_left_out(folder: Path) -> None:
 def test_what_was_read_goes_last(folder: Path) -> None:
     path = folder / "3b/kernel.py"
     os.utime(path, ns=(5 * 10**17, 10**17))
-    (file,) = look(folder, read_ns=(4 * 10**17, 6 * 10**17)).files.values()
+    (file,) = read_contents(folder, read_ns=(4 * 10**17, 6 * 10**17)).files.values()
     assert file.used_ns == 5 * 10**17
     # With the file itself goes when it was last of use.
     assert path.stat().st_mtime_ns == 5 * 10**17
@@ -101,12 +101,12 @@ def test_what_was_read_goes_last(folder: Path) -> None:
 
 def test_what_was_read_at_another_time_may_have_been_us(folder: Path) -> None:
     os.utime(folder / "3b/kernel.py", ns=(5 * 10**17, 10**17))
-    (file,) = look(folder, read_ns=(6 * 10**17, 7 * 10**17)).files.values()
+    (file,) = read_contents(folder, read_ns=(6 * 10**17, 7 * 10**17)).files.values()
     assert file.used_ns == 10**17
 
 
 def test_a_selection_has_the_directories_that_it_needs(folder: Path) -> None:
     (folder / "4c").mkdir()
     (folder / "4c/other.py").write_text("y")
-    chosen = only(look(folder), {b"4c/other.py"})
+    chosen = only(read_contents(folder), {b"4c/other.py"})
     assert set(chosen.scanned) == {b"", b"4c", b"4c/other.py"}

@@ -8,10 +8,10 @@ from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError
 from bootseer.launch.caches import machine
-from bootseer.launch.caches.finding import Cache, Job, Wish, find_caches
+from bootseer.launch.caches.finding import Cache, CacheJob, KeepRequest, find_caches
 from bootseer.launch.caches.known import data_cache_path
 from bootseer.launch.caches.packages import python_of
-from bootseer.linux.root_paths import Place
+from bootseer.linux.root_paths import WorkingDirectory
 from bootseer.settings.config import Settings, load_settings
 
 
@@ -47,13 +47,13 @@ class Host:
     def find(
         self,
         *command: str,
-        wish: Wish = Wish(),  # noqa: B008
+        request: KeepRequest = KeepRequest(),  # noqa: B008
         settings: Settings | None = None,
         **environ: str,
     ) -> dict[str, Cache]:
         variables = {"PATH": str(self.bin), "HOME": str(self.root / "home"), **environ}
-        job = Job(command or ("python", "train.py"), variables, directory=str(self.root))
-        found = find_caches(settings or self.settings, wish, job)
+        job = CacheJob(command or ("python", "train.py"), variables, directory=str(self.root))
+        found = find_caches(settings or self.settings, request, job)
         return {cache.name: cache for cache in found}
 
 
@@ -115,24 +115,24 @@ def test_a_folder_that_all_nodes_share_is_left_alone(
     monkeypatch.setattr(mount_table, "mount_points", lambda: shared)
     assert "TORCHINDUCTOR_CACHE_DIR" not in host.find(TORCHINDUCTOR_CACHE_DIR="/tmp/x")
     # A folder that an option names is always kept.
-    assert str(host.root / "x") in host.find(wish=Wish(("x",)))
+    assert str(host.root / "x") in host.find(request=KeepRequest(("x",)))
 
 
 @pytest.mark.parametrize("word", ["sudo", "/usr/bin/gosu", "docker", "srun"])
 def test_behind_a_change_of_user_nothing_is_set(host: Host, word: str) -> None:
     host.install("torch", "2.6.0")
     assert host.find(word, "python", "train.py") == {}
-    assert str(host.root / "x") in host.find(word, "python", wish=Wish(("x",)))
+    assert str(host.root / "x") in host.find(word, "python", request=KeepRequest(("x",)))
 
 
 def test_a_named_directory_is_kept_without_any_framework(host: Host) -> None:
-    (cache,) = host.find("sh", wish=Wish(("cache",), automatic=False)).values()
+    (cache,) = host.find("sh", request=KeepRequest(("cache",), automatic=False)).values()
     assert (cache.path, cache.is_ours, cache.sets) == (str(host.root / "cache"), False, False)
 
 
 def test_the_whole_root_is_no_cache(host: Host) -> None:
     with pytest.raises(InvalidInputError, match="whole root"):
-        host.find(wish=Wish(("/",)))
+        host.find(request=KeepRequest(("/",)))
 
 
 def test_megatron_names_its_indexes_by_an_option(host: Host) -> None:
@@ -168,7 +168,7 @@ def test_whatever_decides_makes_another_key_and_another_folder(host: Host) -> No
 
 def test_the_script_of_an_environment_tells_its_python(host: Host) -> None:
     host.program("torchrun", f"#!{host.bin}/python3\n")
-    place = Place(Path("/"), str(host.root))
+    place = WorkingDirectory(Path("/"), str(host.root))
     found = python_of(place, ("env/bin/torchrun", "train.py"), {"PATH": "/usr/bin"})
     assert found is not None
     assert found.folders == (host.packages,)

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from bootseer.launch.caches import records
-from bootseer.launch.caches.records import Record, forget_unused, note, note_user, read_record
+from bootseer.launch.caches.records import CacheRecord, forget_unused, note, note_user, read_record
 
 KEY = "5" * 64
 
 
-def known(cache_dir: Path, key: str = KEY, name: str = "x") -> Record:
+def known(cache_dir: Path, key: str = KEY, name: str = "x") -> CacheRecord:
     folder = records.own_folder(cache_dir, key, name)
     folder.mkdir(parents=True)
-    record = Record(key=key, name=name, folder=str(folder), hits=2, misses=1, index="sha256:1")
+    record = CacheRecord(key=key, name=name, folder=str(folder), hits=2, misses=1, index="sha256:1")
     note(cache_dir, record)
     return record
 
@@ -58,7 +58,7 @@ def test_a_folder_of_the_user_is_never_removed(
 ) -> None:
     folder = tmp_path / "some" / "cache"
     folder.mkdir(parents=True)
-    note(tmp_path, Record(key=KEY, name="x", folder=str(folder)))
+    note(tmp_path, CacheRecord(key=KEY, name="x", folder=str(folder)))
     monkeypatch.setattr(records, "UNUSED_S", -1)
     forget_unused(tmp_path)
     assert folder.is_dir()

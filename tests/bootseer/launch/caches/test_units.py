@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.launch.caches.units import File, by_unit, new_units, of_start, unit_of, within
+from bootseer.launch.caches.units import CacheFile, by_unit, new_units, of_start, unit_of, within
 
 # As TorchInductor, Triton and CUDA name their entries.
 KEY = b"ffq2hripqxymgtpqw33odbuwyr6etdngav2dwca6s2jsgo5ankue"
@@ -28,42 +28,52 @@ def test_other_files_go_with_their_neighbours() -> None:
 
 
 def test_an_entry_that_another_node_made_as_well_is_not_new() -> None:
-    here = {b"fxgraph/fq/" + KEY + b"/" + ENTRY: File(10), LIBRARY: File(5)}
+    here = {b"fxgraph/fq/" + KEY + b"/" + ENTRY: CacheFile(10), LIBRARY: CacheFile(5)}
     there = {b"fxgraph/fq/" + KEY + b"/other": 11, LIBRARY: 6}
     assert new_units(here, there, with_changed=True) == {}
 
 
 def test_a_changed_index_makes_its_directory_new() -> None:
-    here, there = {b"d/f.nbi": File(10), b"d/f.1.nbc": File(5)}, {b"d/f.nbi": 9, b"d/f.1.nbc": 5}
+    here, there = (
+        {b"d/f.nbi": CacheFile(10), b"d/f.1.nbc": CacheFile(5)},
+        {b"d/f.nbi": 9, b"d/f.1.nbc": 5},
+    )
     assert set(new_units(here, there, with_changed=True)) == {b"d/"}
     assert new_units(here, there, with_changed=False) == {}
 
 
 def test_in_a_folder_of_the_user_only_this_start_and_the_generation_count() -> None:
     here = {
-        b"a/old": File(1, put_ns=5),
-        b"b/new": File(1, put_ns=20),
-        b"c/known": File(1, put_ns=5),
-        b"d/half": File(1, put_ns=20),
-        b"d/older": File(1, put_ns=5),
+        b"a/old": CacheFile(1, put_ns=5),
+        b"b/new": CacheFile(1, put_ns=20),
+        b"c/known": CacheFile(1, put_ns=5),
+        b"d/half": CacheFile(1, put_ns=20),
+        b"d/older": CacheFile(1, put_ns=5),
     }
     assert of_start(here, {b"c/known": 1}, 10) == {b"b/new", b"c/known"}
     assert of_start(here, {b"c/known": 2}, 10) == {b"b/new"}
 
 
 def test_what_was_used_last_stays() -> None:
-    files = {b"a/x": File(6, 1), b"b/x": File(5, 3), b"b/y": File(1, 1), b"c/x": File(4, 2)}
+    files = {
+        b"a/x": CacheFile(6, 1),
+        b"b/x": CacheFile(5, 3),
+        b"b/y": CacheFile(1, 1),
+        b"c/x": CacheFile(4, 2),
+    }
     assert within(files, 10) == {b"b/x", b"b/y", b"c/x"}
     assert within(files, 16) == set(files)
     assert within(files, 0) == set()
 
 
 _PATHS = st.lists(st.sampled_from([b"a", b"b", b"c", KEY]), min_size=1, max_size=4).map(b"/".join)
-_FILES = st.dictionaries(_PATHS, st.builds(File, st.integers(0, 9), st.integers(0, 9)))
+_FILES = st.dictionaries(_PATHS, st.builds(CacheFile, st.integers(0, 9), st.integers(0, 9)))
 
 
 @given(_FILES, st.integers(0, 60))
-def test_no_unit_is_divided_and_no_limit_exceeded(files: dict[bytes, File], limit: int) -> None:
+def test_no_unit_is_divided_and_no_limit_exceeded(
+    files: dict[bytes, CacheFile], limit: int
+) -> None:
     kept = within(files, limit)
     assert sum(files[path].size_bytes for path in kept) <= limit
     for paths in by_unit(files).values():
@@ -71,7 +81,7 @@ def test_no_unit_is_divided_and_no_limit_exceeded(files: dict[bytes, File], limi
 
 
 @given(_FILES)
-def test_a_generation_of_all_that_is_here_leaves_nothing_new(files: dict[bytes, File]) -> None:
+def test_a_generation_of_all_that_is_here_leaves_nothing_new(files: dict[bytes, CacheFile]) -> None:
     there = {path: file.size_bytes for path, file in files.items()}
     assert new_units(files, there, with_changed=True) == {}
     assert new_units(files, {}, with_changed=True) == by_unit(files)

@@ -16,7 +16,7 @@ from bootseer.fuse.striped.mounted.mount import (
     mount_checkpoints,
     mount_spec,
 )
-from bootseer.launch.slurm import job_of, tidy, wished_checkpoints
+from bootseer.launch.slurm import job_of, requested_checkpoints, tidy
 from bootseer.linux.processes import ProcessId
 from bootseer.served.folders import is_alive
 from bootseer.settings.config import Settings, load_config
@@ -45,7 +45,7 @@ SCRIPT = REPOSITORY / "docker/slurm/bootseer"
     ],
 )
 def test_a_comment_asks_for_checkpoints(comment: str, wished: list[str]) -> None:
-    assert wished_checkpoints(comment) == wished
+    assert requested_checkpoints(comment) == wished
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_comment_asks_for_checkpoints(comment: str, wished: list[str]) -> None
 )
 def test_a_comment_asks_for_nothing_else(comment: str) -> None:
     with pytest.raises(InvalidInputError, match="asks for more than"):
-        wished_checkpoints(comment)
+        requested_checkpoints(comment)
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def test_killed_at_each_step(one: Node, known_image: Image) -> None:
 
 def test_imports_are_not_held_for_an_image(one: Node, known_image: Image) -> None:
     """The start says so in a line, and is an ordinary one."""
-    line = "bootseer: warning: workers start without a preloader: it needs"
+    line = "bootseer: warning: workers start without a preloader: --preload needs"
     program = ("--", "python3", "-c", "print('up')")
     code, _, err = _done(one, "--image", known_image.source, "--preload", *program)
     assert (code, err.count(line)) == (0, 1), err

@@ -13,7 +13,7 @@ from bootseer.profile.publish import collector
 from bootseer.profile.publish.collector import send
 from bootseer.profile.publish.endpoints import Endpoint, endpoints
 from bootseer.profile.publish.otlp_messages import encode_groups
-from bootseer.profile.publish.outgoing import Line, outgoing
+from bootseer.profile.publish.outgoing import TimelineLine, outgoing
 from bootseer.timeline import Timeline
 from bootseer.timeline.otlp import Value
 from testbed.node import node_at
@@ -31,7 +31,7 @@ def server() -> Iterator[OtlpCollector]:
 
 
 @pytest.fixture
-def lines(tmp_path: Path) -> list[Line]:
+def lines(tmp_path: Path) -> list[TimelineLine]:
     """A stage with a value of each type that failed, and one that is open."""
     timeline = Timeline.start(tmp_path, job="j", submission="s", attempt=1, node="n", rank=-0)
     values: dict[str, Value] = {
@@ -54,7 +54,7 @@ def _endpoint(server: OtlpCollector, signal: str = "traces", **more: str) -> End
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "http/json"])
 def test_spans_and_logs_are_what_the_schema_says(
-    server: OtlpCollector, lines: list[Line], protocol: str
+    server: OtlpCollector, lines: list[TimelineLine], protocol: str
 ) -> None:
     more = {
         "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
@@ -112,7 +112,7 @@ def test_only_what_is_new_is_sent_in_bounded_requests(
 
 
 def test_busy_servers_are_asked_again_when_they_say(
-    server: OtlpCollector, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+    server: OtlpCollector, lines: list[TimelineLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
     monkeypatch.setattr("bootseer.profile.publish.collector.time.sleep", waits.append)
@@ -125,7 +125,7 @@ def test_busy_servers_are_asked_again_when_they_say(
 
 @pytest.mark.parametrize("status", [401, 404, 500, 301])
 def test_other_answers_end_the_round_and_lose_nothing(
-    server: OtlpCollector, lines: list[Line], status: int
+    server: OtlpCollector, lines: list[TimelineLine], status: int
 ) -> None:
     server.answers = [(status, {"Location": "http://127.0.0.1:1/"})]
     headers = {"OTEL_EXPORTER_OTLP_HEADERS": f"authorization={_TOKEN}"}
@@ -137,15 +137,15 @@ def test_other_answers_end_the_round_and_lose_nothing(
     assert len(server.spans()) == 1
 
 
-def test_a_refused_request_is_left_out(server: OtlpCollector, lines: list[Line]) -> None:
+def test_a_refused_request_is_left_out(server: OtlpCollector, lines: list[TimelineLine]) -> None:
     server.answers = [(400, {})]
     found = send(_endpoint(server), lines, {})
-    assert "is left out" in found.problem
+    assert "are left out" in found.problem
     assert send(_endpoint(server), lines, found.offsets) == ({}, "")
 
 
 def test_a_silent_server_costs_its_time_out(
-    server: OtlpCollector, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+    server: OtlpCollector, lines: list[TimelineLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collector, "DEADLINE_S", 1.0)
     server.is_silent.set()
@@ -177,7 +177,9 @@ def test_a_slow_server_costs_no_more_than_the_deadline_of_a_look(
     assert [span.name for span in server.spans()] == [f"stage {n}" for n in range(1100)]
 
 
-def test_records_that_are_none_cost_no_others(server: OtlpCollector, lines: list[Line]) -> None:
+def test_records_that_are_none_cost_no_others(
+    server: OtlpCollector, lines: list[TimelineLine]
+) -> None:
     span = {"traceId": "00" * 16, "spanId": "00" * 8, "name": "x"}
     nested: Any = {"stringValue": "x"}
     for _ in range(2000):
@@ -193,10 +195,13 @@ def test_records_that_are_none_cost_no_others(server: OtlpCollector, lines: list
         [],
     )
     hostile = [
-        Line("f", number + 1, {"resourceSpans": [{"scopeSpans": [{"spans": [one]}]}]})
+        TimelineLine("f", number + 1, {"resourceSpans": [{"scopeSpans": [{"spans": [one]}]}]})
         for number, one in enumerate(bad)
     ]
-    hostile += [Line("f", 20, {"resourceSpans": "x"}), Line("f", 21, {"resourceSpans": [7]})]
+    hostile += [
+        TimelineLine("f", 20, {"resourceSpans": "x"}),
+        TimelineLine("f", 21, {"resourceSpans": [7]}),
+    ]
     found = send(_endpoint(server), [*hostile, *lines], {})
     assert found.problem == ""
     assert [one.name for one in server.spans()] == ["load"]
@@ -275,15 +280,15 @@ def test_variables_are_read_as_the_specification_says() -> None:
 @pytest.mark.parametrize(
     ("variables", "why"),
     [
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "grpc is not spoken"),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": f"ftp://user:{_TOKEN}@host/"}, "is no http://"),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://u:{_TOKEN}@127.0.0.1:x/"}, "is no http://"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "grpc is not supported"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": f"ftp://user:{_TOKEN}@host/"}, "is not an http://"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://u:{_TOKEN}@127.0.0.1:x/"}, "is not an http://"),
         ({"OTEL_EXPORTER_OTLP_HEADERS": f"a={_TOKEN}%0d%0ab"}, "cannot talk to 127.0.0.1"),
     ],
 )
 def test_what_cannot_be_used_is_one_sentence(
     server: OtlpCollector,
-    lines: list[Line],
+    lines: list[TimelineLine],
     variables: dict[str, str],
     why: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -295,7 +300,7 @@ def test_what_cannot_be_used_is_one_sentence(
     assert found.offsets == {}
 
 
-def test_tls_with_an_own_authority(tmp_path: Path, lines: list[Line]) -> None:
+def test_tls_with_an_own_authority(tmp_path: Path, lines: list[TimelineLine]) -> None:
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     words = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=c")
     names = ("-addext", "subjectAltName=IP:127.0.0.1")

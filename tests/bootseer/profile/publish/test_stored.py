@@ -19,10 +19,9 @@ from bootseer.cli.tree import cli
 from bootseer.errors import CorruptError
 from bootseer.gc.retention import DAY_S, Rules
 from bootseer.linux.processes import ProcessId
-from bootseer.profile.publish.duty import TimelineDuty
-from bootseer.profile.publish.note import Note
+from bootseer.profile.publish.duty import Schedule, TimelineDuty
+from bootseer.profile.publish.note import LauncherNote
 from bootseer.profile.publish.outgoing import encode, outgoing
-from bootseer.profile.publish.schedule import Schedule
 from bootseer.report.decoding import decode, decode_events
 from bootseer.report.sources import (
     BYTES_MAX,
@@ -182,7 +181,7 @@ def test_a_rank_that_starts_again_may_have_a_timeline_of_as_many_bytes(tmp_path:
         timeline = Timeline(path, trace_id="1" * 32, parent_id="", resource=resource)
         timeline.note(name, 1_700_000_000_000_000_000 + number, 1000)
         sizes.add(timeline.path.stat().st_size)
-        duty.add(Note(settings, timeline.path, ProcessId(0, "gone")))
+        duty.add(LauncherNote(settings, timeline.path, ProcessId(0, "gone")))
     assert len(sizes) == 1
     duty.publish()
     with open_store(settings.store_url) as store:
@@ -251,14 +250,14 @@ def test_looks_get_rarer_and_end() -> None:
     looks: list[float] = []
     while not schedule.is_over:
         looks.append(schedule.next_s)
-        schedule.looked(schedule.next_s)
+        schedule.on_round(schedule.next_s)
     assert looks[:4] == [30, 90, 210, 450]
     assert len(looks) < 110
-    schedule.ready(looks[3])
+    schedule.on_ready(looks[3])
     after: list[float] = []
     while not schedule.is_over:
         after.append(schedule.next_s)
-        schedule.looked(schedule.next_s)
+        schedule.on_round(schedule.next_s)
     assert after[0] == looks[3] + 2
     assert len(after) == 8
 

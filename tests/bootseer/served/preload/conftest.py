@@ -17,10 +17,10 @@ from testbed.waiting import polling
 LAUNCHER = """
 import json, os, sys
 from bootseer.served.preload import launching
-from bootseer.profile.collect import watched
+from bootseer.profile.collect import recording_environment
 from bootseer.settings.config import load_settings
 
-environ = watched(os.environ)
+environ = recording_environment(os.environ)
 added, _ = launching.begin_preloaders(load_settings(), environ, tuple(json.loads(sys.argv[1])))
 print(json.dumps({**environ, **added}), flush=True)
 sys.stdin.read()

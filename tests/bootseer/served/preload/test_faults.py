@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.served.status import unserving
+from bootseer.served.status import background_entries
 from testbed.needs import MissingError
 from testbed.waiting import wait_for
 from tests.bootseer.served.preload.conftest import PreloadingNode
@@ -162,11 +162,11 @@ def test_workers_outlive_their_launcher_as_ordinary_ones_do(waiting: PreloadingN
     process = waiting.start()
     _forked(waiting, process)
     preloader, folder = waiting.preloader, waiting.run_folder
-    assert "preloader" in {one.kind for one in unserving(waiting.folder / "run")}
+    assert "preloader" in {one.kind for one in background_entries(waiting.folder / "run")}
     waiting.end_launcher()
     wait_for(lambda: _is_gone(preloader) and not folder.exists())
     # Nor does the worker count as one.
-    assert "preloader" not in {one.kind for one in unserving(waiting.folder / "run")}
+    assert "preloader" not in {one.kind for one in background_entries(waiting.folder / "run")}
     process.terminate()
     assert process.wait(60) == 9
 

@@ -31,7 +31,7 @@ def _document(
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-u", "train.py", "a"])
     known = record.digests_of({"PATH": "/bin", "GONE": "1"}, "salt")
     plan = {"salt": "salt", "variables": known, "program": last}
-    found = record.document_of(began, plan)
+    found = record.make_record(began, plan)
     assert found is not None
     return found
 
@@ -66,12 +66,12 @@ def test_an_interpreter_that_the_job_names_itself_is_left(
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     monkeypatch.setenv("PYTHON_EXEC", "/opt/python")
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
-    record.launches(os.environ)
+    record.prepare_launcher(os.environ)
     assert (os.environ["PYTHON_EXEC"], os.environ.get(PYTHON_VARIABLE)) == ("/opt/python", None)
     monkeypatch.delenv("PYTHON_EXEC")
-    record.launches(os.environ)
+    record.prepare_launcher(os.environ)
     assert os.environ["PYTHON_EXEC"] == str(shim)
     monkeypatch.delenv("PYTHON_EXEC")
     monkeypatch.setattr(os, "access", lambda *_: False)
-    record.launches(os.environ)
+    record.prepare_launcher(os.environ)
     assert "PYTHON_EXEC" not in os.environ

@@ -16,12 +16,12 @@ OFFENDERS = {
     "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
     "opens /dev/zero": "device = open('/dev/zero', 'rb')",
     "opens socket:": "import socket\nkept = socket.socket()",
-    "reads the number of its process": "import os\npid = os.getpid()",
+    "reads its process id": "import os\npid = os.getpid()",
     "reads the program's arguments": "import sys\nname = sys.argv[0]",
     "reads all variables": "import os\nkept = dict(os.environ)",
     "draws random bytes": "import os\nidentity = os.urandom(4)",
-    "changes how signals": "import signal\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)",
-    "the processes below it": "import subprocess\n"
+    "changes the signal handlers": "import signal\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)",
+    "its child processes": "import subprocess\n"
     "child = subprocess.Popen(['sleep', '9'], stdout=-3, stderr=-3)",
     "changes the working directory": "import os\nos.chdir('/')",
     "cannot be imported": "raise RuntimeError('not today')",
@@ -189,7 +189,7 @@ def test_closed_files_start_ordinarily(ready: PreloadingNode) -> None:
         start_new_session=True,
         timeout=60,
     )
-    assert "standard input" in _one_line(done)
+    assert "a standard file is closed" in _one_line(done)
 
 
 @pytest.mark.needs("root")
@@ -291,7 +291,7 @@ def test_a_start_in_an_image_says_that_it_has_no_preloader(tmp_path: Path) -> No
         timeout=60,
     )
     assert done.stdout == "ran\n"
-    assert "workers start without a preloader: it needs" in done.stderr
+    assert "workers start without a preloader: --preload needs" in done.stderr
 
 
 def test_what_the_c_library_does_for_a_first_thread_is_no_change_of_signals(

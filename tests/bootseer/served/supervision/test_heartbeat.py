@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bootseer.linux.processes import wait_ended
-from bootseer.served.supervision.heartbeat import LOOK_S, Heartbeat, silence_for
+from bootseer.linux.processes import wait_for_exit
+from bootseer.served.supervision.heartbeat import CHECK_S, Heartbeat, silence_for
 from testbed.waiting import wait_for
 
 
@@ -22,12 +22,12 @@ def _worker(heartbeat: Heartbeat) -> Iterator[tuple[int, int]]:
         heartbeat.answer_until(stop)
         signal.pause()
         os._exit(0)
-    heartbeat.keep_asking()
+    heartbeat.start_asking()
     try:
         yield pid, tell
     finally:
         os.kill(pid, signal.SIGKILL)
-        assert wait_ended(pid, 60)
+        assert wait_for_exit(pid, 60)
         os.waitpid(pid, 0)
         heartbeat.close()
         for fd in (stop, tell):
@@ -45,13 +45,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 
 def _look(heartbeat: Heartbeat, clock: list[float]) -> float:
-    clock[0] += heartbeat.look_s
-    return heartbeat.look()
+    clock[0] += heartbeat.check_s
+    return heartbeat.check()
 
 
 def test_who_answers_is_never_silent(clock: list[float]) -> None:
     heartbeat = Heartbeat(120, 15)
-    assert heartbeat.look_s == 15 / 8
+    assert heartbeat.check_s == 15 / 8
     with _worker(heartbeat):
         for _ in range(20):
             wait_for(lambda: _look(heartbeat, clock) == 0)
@@ -74,7 +74,7 @@ def test_silence_is_counted_in_looks_from_the_first_answer_on(clock: list[float]
 
 def test_a_worker_that_starts_has_longer(clock: list[float]) -> None:
     heartbeat = Heartbeat(120, 15)
-    heartbeat.keep_asking()
+    heartbeat.start_asking()
     for _ in range(8):
         assert _look(heartbeat, clock) < 0.2
     heartbeat.close()
@@ -83,7 +83,7 @@ def test_a_worker_that_starts_has_longer(clock: list[float]) -> None:
 def test_looks_that_come_late_prove_nothing(clock: list[float]) -> None:
     """The machine was suspended, or supervisor and worker were stopped together."""
     heartbeat = Heartbeat(15, 15)
-    heartbeat.keep_asking()
+    heartbeat.start_asking()
     for _ in range(7):
         assert 0 < _look(heartbeat, clock) < 1
     clock[0] += 3600
@@ -102,4 +102,4 @@ def test_a_worker_that_ends_takes_the_time_that_it_needs(clock: list[float]) -> 
 
 def test_most_of_a_deadline_is_left_to_the_successor() -> None:
     assert [silence_for(one) for one in (1, 40, 60, 600)] == [5, 10, 15, 15]
-    assert Heartbeat(1, 600).look_s == LOOK_S
+    assert Heartbeat(1, 600).check_s == CHECK_S

@@ -25,7 +25,7 @@ from bootseer.errors import BusyError, DeadlineError, NotFoundError, Unavailable
 from bootseer.fuse.kernel.unmount import abort_connection
 from bootseer.fuse.striped.mounted.mount import MountedCheckpoints, restart_checkpoints
 from bootseer.linux import mount_table
-from bootseer.linux.processes import wait_ended
+from bootseer.linux.processes import wait_for_exit
 from bootseer.served.status import find_known
 from bootseer.store import open_backend
 from testbed.needs import linux_version
@@ -128,7 +128,7 @@ class Process:
                 raise HangError(f"process {self.name} does not end") from None
             return
         try:
-            has_ended = wait_ended(self.pid, _ANSWER_S)
+            has_ended = wait_for_exit(self.pid, _ANSWER_S)
         except ProcessLookupError:
             return
         if not has_ended:
