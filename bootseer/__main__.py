@@ -32,9 +32,26 @@ def main() -> None:
 
 def _run() -> None:
     gc.set_threshold(_NEW_OBJECTS)
+    _load_msgspec()
     from bootseer.cli.main import main as run
 
     run()
+
+
+def _load_msgspec() -> None:
+    """Import msgspec without typing_extensions.
+
+    msgspec prefers that module to `typing` where it is installed, for the sake of Python 3.10 and
+    older; with its imports it takes as long as click.
+    """
+    name = "typing_extensions"
+    if name in sys.modules:
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        import msgspec  # noqa: F401
+    finally:
+        del sys.modules[name]
 
 
 if __name__ == "__main__":

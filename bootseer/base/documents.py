@@ -11,7 +11,6 @@ which `msgspec.json` refuses.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -254,6 +253,8 @@ def members_digest(document: Mapping[str, Any], without: str) -> str:
     """
     members = {key: value for key, value in document.items() if key != without}
     data = json.dumps(members, sort_keys=True, separators=(",", ":"), default=_text_of_path)
+    import hashlib  # here: it loads OpenSSL, which most starts do not need
+
     return "sha256:" + hashlib.sha256(data.encode("ascii")).hexdigest()
 
 

@@ -8,8 +8,8 @@ import re
 
 from msgspec import Struct
 
-_EGG_PYTHON = re.compile(r"-py\d+(\.\d+)?$")
-_SEPARATORS = re.compile(r"[-_.]+")
+_EGG_PYTHON = r"-py\d+(\.\d+)?$"
+_SEPARATORS = r"[-_.]+"
 
 
 class Package(Struct, frozen=True, order=True):
@@ -30,7 +30,7 @@ def package_of(path: bytes, is_directory: bool) -> tuple[Package, str] | None:
     if text.endswith(".dist-info") and is_directory:
         stem = text.removesuffix(".dist-info")
     elif text.endswith(".egg-info"):
-        stem = _EGG_PYTHON.sub("", text.removesuffix(".egg-info"))
+        stem = re.sub(_EGG_PYTHON, "", text.removesuffix(".egg-info"))
     else:
         return None
     name, _, version = stem.rpartition("-")
@@ -40,4 +40,4 @@ def package_of(path: bytes, is_directory: bool) -> tuple[Package, str] | None:
 
 def normal_name(name: str) -> str:
     """Return a package name normalized as PEP 503 says: "foo-bar" for "Foo.Bar"."""
-    return _SEPARATORS.sub("-", name).lower()
+    return re.sub(_SEPARATORS, "-", name).lower()

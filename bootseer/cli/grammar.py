@@ -5,7 +5,6 @@ which loads no click, are all made from these tables. Imports nothing of Bootsee
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("wrappers", "Start a training job: image, environment, checkpoint, then exec."),
@@ -105,17 +104,31 @@ WRAPPERS = ("run", "warm")
 """Commands that become the command behind `--`."""
 
 
-class Option(NamedTuple):
-    """Option of `run` or `standby`."""
+class Option:
+    """Option of `run` or `standby`.
 
-    flag: str
-    parameter: str
-    help: str
-    metavar: str = ""
-    """Placeholder of the value; empty for an option without a value."""
-    repeats: bool = False
-    choices: tuple[str, ...] = ()
-    default: str | None = None
+    Args:
+        metavar: Placeholder of the value; empty for an option without a value.
+    """
+
+    def __init__(
+        self,
+        flag: str,
+        parameter: str,
+        text: str,
+        metavar: str = "",
+        *,
+        repeats: bool = False,
+        choices: tuple[str, ...] = (),
+        default: str | None = None,
+    ) -> None:
+        self.flag = flag
+        self.parameter = parameter
+        self.help = text
+        self.metavar = metavar
+        self.repeats = repeats
+        self.choices = choices
+        self.default = default
 
 
 _PREPARED = (
@@ -215,17 +228,21 @@ STANDBY = (
 )
 
 
-class RunLine(NamedTuple):
-    """Command line of `bootseer run`, read without click."""
+class RunLine:
+    """Command line of `bootseer run`, read without click.
 
-    settings: dict[str, str]
-    """Values by field of `Settings`."""
-    assignments: list[str]
-    """Values of `--set`."""
-    verbosity: int
-    options: dict[str, object]
-    """Values by parameter: of every option of `RUN`."""
-    command: tuple[str, ...]
+    Attributes:
+        settings: Values by field of `Settings`.
+        assignments: Values of `--set`.
+        options: Values of all options in `RUN`, by parameter.
+    """
+
+    def __init__(self, command: tuple[str, ...]) -> None:
+        self.settings: dict[str, str] = {}
+        self.assignments: list[str] = []
+        self.options = defaults(RUN)
+        self.verbosity = 0
+        self.command = command
 
 
 def read_run(words: Sequence[str]) -> RunLine | None:
@@ -234,14 +251,13 @@ def read_run(words: Sequence[str]) -> RunLine | None:
     if "--" not in words:
         return None
     end = words.index("--")
-    values = defaults(RUN)
-    line = RunLine({}, [], 0, values, tuple(words[end + 1 :]))
+    line = RunLine(tuple(words[end + 1 :]))
+    values = line.options
     known: dict[str, Option] = {}
-    verbosity = 0
     rest = iter(words[:end])
     for word in rest:
         if not known and word.startswith("-v") and word == "-" + "v" * (len(word) - 1):
-            verbosity += len(word) - 1
+            line.verbosity += len(word) - 1
             continue
         if not word.startswith("--"):
             if known or word != "run":
@@ -272,7 +288,7 @@ def read_run(words: Sequence[str]) -> RunLine | None:
         else:
             values[option.parameter] = value
     has_what_to_run = bool(line.command or values["image"])
-    return line._replace(verbosity=verbosity) if known and has_what_to_run else None
+    return line if known and has_what_to_run else None
 
 
 def defaults(options: Sequence[Option]) -> dict[str, object]:

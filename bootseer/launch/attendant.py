@@ -27,7 +27,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,6 +35,7 @@ from msgspec.structs import replace
 
 from bootseer.base.documents import from_builtins, from_line, to_builtins, to_line
 from bootseer.base.redact import public_url
+from bootseer.base.short_digest import short_digest
 from bootseer.errors import BootseerError
 from bootseer.linux.locks import is_written, lock_file
 from bootseer.linux.private_files import private_directory, write_private_file
@@ -233,7 +233,7 @@ def _may_linger(run_dir: Path) -> bool:
 
 def _identity(settings: Settings) -> str:
     parts = (settings.job, settings.submission, str(settings.attempt), settings.node)
-    return sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return short_digest("\0".join(parts).encode())[:16]
 
 
 def _is_attended(folder: Path) -> bool:

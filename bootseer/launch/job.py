@@ -12,8 +12,8 @@ Say = Callable[[str], None]
 """Shows one sentence to people."""
 
 # A set-up line with one of these as first word, or with such a character, needs a shell.
-_SHELL_WORDS = re.compile(r"[.:]|cd|eval|exec|exit|export|set|source|trap|ulimit|umask|unset")
-_SHELL_SYNTAX = re.compile(r"[|&;<>()$`*?\[\]#~=%!{}\n]")
+_SHELL_WORDS = r"[.:]|cd|eval|exec|exit|export|set|source|trap|ulimit|umask|unset"
+_SHELL_SYNTAX = r"[|&;<>()$`*?\[\]#~=%!{}\n]"
 
 
 class Job(Struct, frozen=True):
@@ -45,7 +45,7 @@ class Job(Struct, frozen=True):
 
 def setup_command(line: str) -> list[str]:
     """Return the words of a set-up line, or `sh -c LINE`. Pure. Raises: InvalidInputError."""
-    if _SHELL_SYNTAX.search(line):
+    if re.search(_SHELL_SYNTAX, line):
         return ["sh", "-c", line]
     import shlex  # here, since a start without a set-up does not need it
 
@@ -55,4 +55,4 @@ def setup_command(line: str) -> list[str]:
         raise InvalidInputError(f"the set-up {line!r} cannot be parsed: {error}") from None
     if not words:
         raise InvalidInputError("a set-up line is empty")
-    return ["sh", "-c", line] if _SHELL_WORDS.fullmatch(words[0]) else words
+    return ["sh", "-c", line] if re.fullmatch(_SHELL_WORDS, words[0]) else words

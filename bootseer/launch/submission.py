@@ -7,13 +7,13 @@ anything else has begun.
 """
 
 import contextlib
-import hashlib
 import logging
 import os
 import re
 import time
 from collections.abc import Mapping, Sequence
 
+from bootseer.base.short_digest import short_digest
 from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.linux.locks import lock_file
 from bootseer.linux.private_files import open_private_directory
@@ -28,10 +28,10 @@ _TOGETHER_S = 600.0
 # A start that has no answer after this goes on without a submission.
 _DEADLINE_S = 3.0
 _NAME_LENGTH = 16
-_NAME = re.compile(r"[0-9a-f]{16}")
+_NAME = r"[0-9a-f]{16}"
 # Options and variables that are equal on all nodes of a job, and rarely equal in two jobs.
-_COMMON_OPTION = re.compile(r"--(?:rdzv[-_]id|master[-_]port)")
-_NODE_SPECIFIC = re.compile(r"[0-9]+|is_host=\w+")
+_COMMON_OPTION = r"--(?:rdzv[-_]id|master[-_]port)"
+_NODE_SPECIFIC = r"[0-9]+|is_host=\w+"
 _COMMON_VARIABLES = ("PET_RDZV_ID", "MASTER_PORT", "PET_MASTER_PORT")
 
 
@@ -65,7 +65,7 @@ def _by_folder(settings: Settings, key: str) -> str:
         found = os.pread(file, _NAME_LENGTH, 0).decode("ascii", "replace")
         # Only the node that chooses writes, so the file's time is that of the choice.
         age_s = time.time() - os.fstat(file).st_mtime
-        if not _NAME.fullmatch(found) or age_s > _TOGETHER_S or _had_before(settings, found):
+        if not re.fullmatch(_NAME, found) or age_s > _TOGETHER_S or _had_before(settings, found):
             found = os.urandom(_NAME_LENGTH // 2).hex()
             os.pwrite(file, found.encode(), 0)
         return found
@@ -103,8 +103,12 @@ def _by_store(settings: Settings, key: str) -> str:
 
 
 def _had_before(settings: Settings, submission: str) -> bool:
-    own = settings.timeline_dir / settings.job / str(settings.attempt)
-    return any(own.glob(f"{submission}/*-{settings.node}-{settings.rank}.jsonl"))
+    own = settings.timeline_dir / settings.job / str(settings.attempt) / submission
+    try:
+        names = os.listdir(own)
+    except FileNotFoundError:
+        return False
+    return any(name.endswith(f"-{settings.node}-{settings.rank}.jsonl") for name in names)
 
 
 def _common_words(command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
@@ -112,16 +116,16 @@ def _common_words(command: Sequence[str], environ: Mapping[str, str]) -> list[st
     words = [environ.get(name, "") for name in _COMMON_VARIABLES]
     for place, word in enumerate(command):
         option, is_joined, value = word.partition("=")
-        if _COMMON_OPTION.fullmatch(option):
+        if option.startswith("--") and re.fullmatch(_COMMON_OPTION, option):
             words.append(value if is_joined else "".join(command[place + 1 : place + 2]))
     return words
 
 
 def _without_node_specific(command: Sequence[str]) -> list[str]:
     """Return a command's words without numbers, addresses and torchrun's `is_host`. Pure."""
-    return [_NODE_SPECIFIC.sub("", word) for word in command]
+    return [re.sub(_NODE_SPECIFIC, "", word) for word in command]
 
 
 def _digest(words: Sequence[str]) -> str:
     data = "\0".join(words).encode("utf-8", "surrogateescape")
-    return hashlib.sha256(data).hexdigest()[:_NAME_LENGTH]
+    return short_digest(data)[:_NAME_LENGTH]

@@ -57,7 +57,7 @@ _OTHER_VARIABLES = frozenset(
 )
 # Variables of tests and preloaders, and those that Kubernetes sets in every pod of a namespace with
 # a service called bootseer.
-_NOT_OURS = re.compile(_PREFIX + r"(TEST_.*|REQUIRE_.*|PRELOAD.*|(.*_)?(SERVICE|PORT)(_.*)?)")
+_NOT_OURS = _PREFIX + r"(TEST_.*|REQUIRE_.*|PRELOAD.*|(.*_)?(SERVICE|PORT)(_.*)?)"
 RECORD_MODES = ("auto", "always", "never")
 RESTORE_MODES = ("auto", "mount", "link", "extract")
 DEFAULT_JOB = "default"
@@ -456,7 +456,7 @@ def _warn_of_unknown(environ: Mapping[str, str]) -> None:
     """Warn of variables that look like misspelt settings."""
     known = set(map(variable_of, TABLE)) | _OTHER_VARIABLES
     for name in environ:
-        if name.startswith(_PREFIX) and name not in known and not _NOT_OURS.fullmatch(name):
+        if name.startswith(_PREFIX) and name not in known and not re.fullmatch(_NOT_OURS, name):
             # The prefix, which all have, makes none of them alike.
             close = closest_word(name[len(_PREFIX) :], [one[len(_PREFIX) :] for one in known])
             _warn_of(name, close and _PREFIX + close)

@@ -8,11 +8,12 @@ without a span is a stage that is still open, or that hung or was killed.
 Source: opentelemetry-proto, "OTLP JSON" (64-bit integers are decimal strings, ids are hex).
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
+
+from bootseer.base.short_digest import short_digest
 
 Value: TypeAlias = str | int | float | bool
 
@@ -56,7 +57,7 @@ class Stage(NamedTuple):
 def trace_id_of(job: str, attempt: int, submission: str = "") -> str:
     """Return a trace id (16 bytes, in hex) that all nodes of a start compute alike. Pure."""
     parts = ["bootseer", job, str(attempt), *filter(None, [submission])]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return short_digest("\0".join(parts).encode())[:32]
 
 
 def parse_traceparent(text: str) -> tuple[str, str] | None:

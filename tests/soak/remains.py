@@ -145,7 +145,7 @@ def _left_in_store(user: User) -> list[str]:
     _make_old(user.store)
     collected = run(user, "gc", "--delete")
     if collected.returncode:
-        return [f"LEFT: store gc: {collected.stderr[-300:]}"]
+        return [f"LEFT: gc: {collected.stderr[-300:]}"]
     return [
         f"LEFT: {path.relative_to(user.store)}"
         for path in user.store.rglob("*")

@@ -21,6 +21,7 @@ HEAVY = (
 # What each rank of a job would pay for that uses nothing of ours.
 UNUSED = (
     "click",
+    "hashlib",
     "hmac",
     "random",
     "secrets",
@@ -29,18 +30,17 @@ UNUSED = (
     "socket",
     "subprocess",
     "tomllib",
+    "typing_extensions",
 )
 _CODE = """
-import os, sys
+import atexit, os, sys
 def tell(*ignored):
     os.write(2, " ".join(sorted(sys.modules)).encode())
     os._exit(0)
 os.execvp = tell
-from bootseer.cli.main import main
-try:
-    main(sys.argv[1:])
-except SystemExit:
-    tell()
+atexit.register(tell)
+from bootseer.__main__ import main
+main()
 """
 
 

@@ -65,7 +65,6 @@ def test_a_program_is_forked_from_its_second_start_on(folder: Path) -> None:
     assert (folder / "a/cache/preload/j.json").exists()
     # Its parent is the guard now.
     assert _outcome(_start(folder, "--preload")) == ([words, "5 False"], "", 6)
-    assert _outcome(_start(folder, "--preload", "--no-preload")) == ([words, "5 True"], "", 6)
     wait_for(lambda: not any((folder / "a/run/preload").iterdir()), "the end of the preloaders")
 
 

@@ -127,7 +127,7 @@ def test_workers_of_a_torchrun_at_a_terminal_are_told_alike(folder: Path) -> Non
     outcomes = []
     with _terminal(folder, "--preload", *torchrun, "--ends") as first:
         assert first.wait() == 0, first.text
-    for options, is_forked in (("--no-preload", False), ("--preload", True)):
+    for options, is_forked in (("--set=linger=off", False), ("--preload", True)):
         with _terminal(folder, options, *torchrun) as terminal:
             terminal.read_until("below ")
             terminal.read_until(" True")
