@@ -8,9 +8,11 @@ never the operation: the registry may well answer without credentials. Thread-sa
 
 import base64
 import binascii
+import contextlib
 import logging
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,14 +23,16 @@ from msgspec import Struct
 from bootseer.base.documents import DocumentFormat, parse
 from bootseer.base.redact import hide_login
 from bootseer.errors import CorruptError
-from bootseer.linux.bounded_run import run_within
 from bootseer.registry.reference import DOCKER_HUB
 
 _log = logging.getLogger(__name__)
 
 HELPER_DEADLINE_S = 20.0
 """A cloud's helper asks its metadata server, which takes a second or two."""
+_REAP_S = 5.0
+"""Time for a killed helper to end; more if it waits for a file system that hangs."""
 _FILE_BYTES_MAX = 2**20
+_OUTPUT_BYTES_MAX = 2**24
 _HUB_SERVER = "https://index.docker.io/v1/"
 """What Docker has always called the Hub in its files and to its helpers."""
 _HELPER = re.compile("[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -106,6 +110,37 @@ def _read(path: Path) -> Mapping[str, Any]:
     return document
 
 
+def _ask_helper(program: str, server: str) -> tuple[int, bytes]:
+    """Return the exit code and output of a credential helper.
+
+    `subprocess.run` would kill the helper after its timeout, but then wait without limit for a
+    child that has the pipe open; so the output is a memory file. Raises: OSError;
+    subprocess.TimeoutExpired, after the helper and its process group were killed.
+    """
+    source, sink = os.memfd_create("input"), os.memfd_create("output")
+    try:
+        os.pwrite(source, server.encode(), 0)
+        process = subprocess.Popen(
+            [program, "get"],
+            stdin=source,
+            stdout=sink,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(HELPER_DEADLINE_S)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_REAP_S)
+            raise
+        return code, os.pread(sink, _OUTPUT_BYTES_MAX, 0)
+    finally:
+        os.close(source)
+        os.close(sink)
+
+
 def _from_helper(config: Mapping[str, Any], host: str, path: Path) -> Credential | None:
     helpers = config.get("credHelpers")
     server = _HUB_SERVER if host == DOCKER_HUB else host
@@ -118,7 +153,7 @@ def _from_helper(config: Mapping[str, Any], host: str, path: Path) -> Credential
         return None
     program = f"docker-credential-{name}"
     try:
-        code, said = run_within([program, "get"], HELPER_DEADLINE_S, given=server.encode())
+        code, said = _ask_helper(program, server)
     except subprocess.TimeoutExpired:
         _log.warning("%s gave no answer within %.0f s", program, HELPER_DEADLINE_S)
         return None
