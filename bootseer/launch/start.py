@@ -10,7 +10,7 @@ Main thread only: it forks and handles signals.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec.structs import replace
@@ -33,7 +33,7 @@ from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
 if TYPE_CHECKING:
     import subprocess
 
-    from bootseer.launch.caches.run import CacheStage
+    from bootseer.launch.caches.run import KeptCache
 
 
 def launch(settings: Settings, job: Job, say: Say) -> NoReturn:
@@ -104,14 +104,11 @@ def _start(settings: Settings, job: Job, setups: list[list[str]], say: Say) -> N
                     _set_up(settings, job, line, place, below, span, say, before_own_view=before)
             place.enter()
             # After the environments: installed versions are part of a cache's key.
-            caches = _restore_caches(settings, job, place, stages, say)
+            caches, begun_ns = _restore_caches(settings, job, place, stages, say)
             command = _preload(settings, job, place, timeline, say) if job.preload else job.command
             checkpoints.finish()
-            attendant.complete(
-                caches.kept if caches is not None else (),
-                begun_ns=caches.begun_ns if caches is not None else 0,
-                preloads=job.preload and keeps_caches,
-            )
+            preloads = job.preload and keeps_caches
+            attendant.complete(caches, begun_ns=begun_ns, preloads=preloads)
         if job.is_standby:
             hand_over()
             # A program of the host: also in a container, this process still sees the host's root.
@@ -194,19 +191,23 @@ def _without_stdin(
 
 def _restore_caches(
     settings: Settings, job: Job, place: Place, timeline: Timeline, say: Say
-) -> "CacheStage | None":
-    """Put the kept caches in place and set their variables. Never raises."""
+) -> "tuple[Sequence[KeptCache], int]":
+    """Put the kept caches in place and set their variables. Never raises.
+
+    Return the caches to publish after the start, and when the search for them began.
+    """
     if not job.kept and not settings.keep_caches:
-        return None
+        return (), 0
     cache_job = place.cache_job(job.command)
     if cache_job is None:
-        return None
+        return (), 0
     from bootseer.launch.caches.finding import KeepRequest
-    from bootseer.launch.caches.run import CacheStage
+    from bootseer.launch.caches.run import restore_caches
 
-    caches = CacheStage(settings, KeepRequest(job.kept, settings.keep_caches), say)
-    os.environ.update(caches.restore(timeline, cache_job, place.show))
-    return caches
+    request = KeepRequest(job.kept, settings.keep_caches)
+    found = restore_caches(settings, request, cache_job, timeline, say, place.show)
+    os.environ.update(found.variables)
+    return found.kept, found.begun_ns
 
 
 def _preload(
