@@ -54,8 +54,7 @@ from bootseer.served.folders import RUN, write_state
 from bootseer.served.life import hold_folder
 from bootseer.served.processes import TREE, Report, serve
 from bootseer.served.supervision.heartbeat import silence_for
-from bootseer.served.supervision.supervisor import supervise
-from bootseer.served.supervision.worker import RestartPolicy
+from bootseer.served.supervision.supervisor import RestartPolicy, supervise
 from bootseer.settings.config import Settings
 from bootseer.store import Store, load_backend, open_own_store
 from bootseer.store.objects.uses import note_use

@@ -16,8 +16,7 @@ from typing import NoReturn
 
 from bootseer.fuse.kernel.dispatch import Dispatcher
 from bootseer.fuse.kernel.operations import Buffer, Caller
-from bootseer.served.supervision.supervisor import supervise
-from bootseer.served.supervision.worker import RestartPolicy
+from bootseer.served.supervision.supervisor import RestartPolicy, supervise
 from testbed.kernels import offer_as
 from testbed.mounts.flat_directory import FlatDirectory, OpenMode
 from testbed.mounts.fuse_mount import short_options

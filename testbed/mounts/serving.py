@@ -13,7 +13,7 @@ from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Server, attach
 from bootseer.linux.processes import wait_readable
-from bootseer.served.supervision.worker import StopSignal
+from bootseer.served.supervision.supervisor import StopSignal
 
 
 def start_server(

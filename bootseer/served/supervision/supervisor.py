@@ -28,42 +28,96 @@ import logging
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from msgspec import Struct, field
 
-from bootseer.errors import InvalidInputError, UnavailableError
+from bootseer.errors import BootseerError, InvalidInputError, UnavailableError
 from bootseer.fuse.kernel import control
+from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
-from bootseer.fuse.kernel.server import Attached, attach
+from bootseer.fuse.kernel.server import Attached, Server, attach
 from bootseer.fuse.kernel.unmount import abort_connection, detach
 from bootseer.linux import mount_table
-from bootseer.linux.processes import is_stuck, wait_readable
+from bootseer.linux.processes import is_stuck, reap, wait_readable
 from bootseer.served.processes import Ready, Report
 from bootseer.served.supervision.heartbeat import Heartbeat
-from bootseer.served.supervision.worker import (
-    STOP_SIGNALS,
-    Factory,
-    RestartPolicy,
-    StopSignal,
-    describe_exit,
-    exit_code,
-    reap_ended,
-    run_worker,
-    wait_and_reap,
-)
 
 log = logging.getLogger(__name__)
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+Factory = Callable[[Attached], Operations]
+"""Makes the operations of one worker; called in the worker."""
 HANDED_OVER = 75  # EX_TEMPFAIL of sysexits.h
+_WORKER_FAILED = 70  # EX_SOFTWARE of sysexits.h
+_STUCK_S = 1.0
+"""Time for a killed process to end, unless a thread of it waits in the kernel."""
 _READY_DEADLINE_S = 120.0
 _STOP_GRACE_S = 15.0
 _CONTINUE_SHARE = 0.5
 """Share of the allowed silence after which a worker gets SIGCONT."""
 _CANNOT_REPLACE_FACTOR = 4.0
-"""Factor for the allowed silence of a worker that cannot be replaced, whose end is the mount's end.
-"""
+"""Factor for the allowed silence of a worker whose end is the mount's end."""
+
+
+class StopSignal:
+    """Descriptor that becomes readable on SIGTERM or SIGINT. Main thread only.
+
+    The handler writes to an eventfd and takes no lock, since it may interrupt code that holds one.
+    """
+
+    def __init__(self) -> None:
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._previous: dict[int, signal._HANDLER] = {}
+
+    def __enter__(self) -> "StopSignal":
+        for number in STOP_SIGNALS:
+            # A shell ignores SIGINT for its background jobs: keep that.
+            if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        event, self._event = self._event, -1
+        os.close(event)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.wake()
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+        return self._event
+
+    def wake(self) -> None:
+        """Make the descriptor readable, as a signal does."""
+        if self._event >= 0:
+            os.eventfd_write(self._event, 1)
+
+
+class RestartPolicy:
+    """Limit on worker deaths: at most `limit` in `window_s`, with growing pauses."""
+
+    def __init__(self, limit: int = 5, window_s: float = 10.0) -> None:
+        self._limit = limit
+        self._window_s = window_s
+        self._deaths: deque[float] = deque()
+
+    def pause_s(self, now_s: float) -> float | None:
+        """Record a death at `now_s`. Return the pause before a restart; None: no restart."""
+        while self._deaths and now_s - self._deaths[0] > self._window_s:
+            self._deaths.popleft()
+        self._deaths.append(now_s)
+        count = len(self._deaths)
+        if count > self._limit:
+            return None
+        # A single crash costs nothing; a worker that dies at its start does not spin.
+        return 0.0 if count == 1 else min(0.05 * 2.0 ** (count - 2), 1.0)
 
 
 def supervise(
@@ -174,7 +228,7 @@ class _Supervisor(Struct):
             while True:
                 if self._await_death(worker):
                     return
-                code = exit_code(worker)
+                code = reap(worker, _STUCK_S)
                 if code is None:
                     self.dying.add(worker)
                     code = -signal.SIGKILL
@@ -199,7 +253,7 @@ class _Supervisor(Struct):
         try:
             pid = os.fork()
             if pid == 0:
-                run_worker(
+                _run_worker(
                     self.factory,
                     self.options,
                     self.attached,
@@ -245,7 +299,7 @@ class _Supervisor(Struct):
             # This is the life of the mount.
             while not readable and not is_stuck(worker):
                 readable = wait_readable([pidfd, self.stop.fileno()], self.heartbeat.check_s)
-                reap_ended(self.dying)
+                _reap_ended(self.dying)
                 if not readable and not self._tolerate(worker, self.heartbeat.check()):
                     break
         finally:
@@ -275,15 +329,15 @@ class _Supervisor(Struct):
             return worker
         if not self.attached.connection.resend:
             raise UnavailableError(
-                f"the process that served {path} died ({describe_exit(code)}), and this kernel "
+                f"the process that served {path} died ({_describe_exit(code)}), and this kernel "
                 "cannot hand its requests to another (Linux 6.9 can): unmounted"
             )
         pause_s = self.restart.pause_s(time.monotonic())
         if pause_s is None:
             raise UnavailableError(
-                f"the processes that serve {path} keep dying ({describe_exit(code)}): unmounted"
+                f"the processes that serve {path} keep dying ({_describe_exit(code)}): unmounted"
             )
-        log.warning("the process that served %s died (%s): restarting", path, describe_exit(code))
+        log.warning("the process that served %s died (%s): restarting", path, _describe_exit(code))
         if pause_s and wait_readable([self.stop.fileno()], pause_s):
             return -1
         worker, ready = self._start(resend=True)
@@ -305,14 +359,77 @@ class _Supervisor(Struct):
         if worker >= 0:
             os.kill(worker, signal.SIGTERM)
             os.kill(worker, signal.SIGCONT)  # a stopped process does not handle SIGTERM
-        if worker >= 0 and not wait_and_reap(worker, self.options.shutdown_s + self.stop_grace_s):
+        if worker >= 0 and reap(worker, self.options.shutdown_s + self.stop_grace_s) is None:
             log.warning("the process that serves %s does not end: killing it", attached.path)
             os.kill(worker, signal.SIGKILL)
             # Go on even if it cannot end: readers wait for the end of the connection.
-            exit_code(worker)
+            reap(worker, _STUCK_S)
         mounted = mount_table.find_mount(attached.path)
         if mounted is not None and mounted.device_minor == attached.device_minor:
             abort_connection(attached.device_minor, attached.path)
             detach(attached.path, lazy=True)
         elif self.connection is not None:
             self.connection.abort()
+
+
+def _reap_ended(pids: set[int]) -> None:
+    """Remove the processes that have ended from `pids`, and reap them. Never waits."""
+    for pid in tuple(pids):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            pids.remove(pid)
+
+
+def _describe_exit(code: int) -> str:
+    """Return an exit code in words."""
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+
+# ---- the worker -------------------------------------------------------------------------------
+
+
+def _run_worker(
+    factory: Factory,
+    options: MountOptions,
+    attached: Attached,
+    report: Report | None,
+    tell: int,
+    resend: bool,
+    heartbeat: Heartbeat,
+) -> NoReturn:
+    """Serve the mount in this forked process, and exit."""
+    code = _WORKER_FAILED
+    try:
+        with StopSignal() as stop:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            operations = _made(factory, attached, report)
+            server = Server(operations, attached, options, on_end=stop.wake)
+            server.start(resend=resend)
+            # After a restart nobody reads the pipe.
+            try:
+                os.write(tell, b"1")
+            except BrokenPipeError:
+                pass
+            os.close(tell)
+            heartbeat.answer_until(stop.fileno())
+            if server.failure is None:
+                server.unmount()
+                code = 0
+    except BaseException:
+        log.critical("the process that serves %s failed", attached.path, exc_info=True)
+    finally:
+        logging.shutdown()
+        # Not sys.exit: everything above this frame belongs to the supervisor.
+        os._exit(code)
+
+
+def _made(factory: Factory, attached: Attached, report: Report | None) -> Operations:
+    try:
+        return factory(attached)
+    except (BootseerError, OSError) as error:
+        if report is not None:
+            report.failed(error)
+        raise
+    finally:
+        if report is not None:
+            # Close this process's copy: the supervisor reports when a worker serves.
+            report.close()

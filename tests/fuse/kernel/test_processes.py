@@ -15,7 +15,7 @@ import pytest
 from bootseer.fuse.kernel.unmount import unmount
 from bootseer.linux import mount_table
 from bootseer.linux.processes import wait_readable
-from bootseer.served.supervision.worker import RestartPolicy
+from bootseer.served.supervision.supervisor import RestartPolicy
 from testbed.cgroups import freezers, frozen
 from testbed.mounts import fuse_mount
 from testbed.needs import MissingError
