@@ -6,6 +6,7 @@ of it. The memory and the waits are the `window`'s; a `FetchEngine` makes the re
 Thread safety: any thread may call any method.
 """
 
+import os
 import threading
 import time
 from collections import deque
@@ -13,18 +14,23 @@ from collections.abc import Callable
 
 from bootseer.errors import BootseerError, UnavailableError
 from bootseer.fuse.striped.memory import Memory
-from bootseer.fuse.striped.reading.unit_read import OpenFile, UnitRead
+from bootseer.fuse.striped.reading.unit_read import CopiedUnit, OpenFile, UnitRead
 from bootseer.fuse.striped.reading.window import CachedRead, Window, wait_for
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView, Span
 from bootseer.store.backend import Backend, HasDescriptor
-from bootseer.transfer.engine import FetchEngine, Figures, Job, Try
+from bootseer.transfer.engine import FetchEngine, Figures, Job, State, Try
 from bootseer.transfer.policy import UNTIL_DEADLINE
 from bootseer.transfer.ranges import Priority
 
 # Reads straight into a caller's buffer that are queued at once, for each thread: enough that there
 # are always some from several stored files to choose from.
 _AHEAD_PER_THREAD = 4
+# Units that a copy reads at once, for each processor: more only displace each other from its cache.
+# With 2 processors, 6 at once took 15 % less CPU time than 12, in the gateway of a bucket as well.
+_COPIED_PER_CPU = 3
+# When no read of a copy ended for so long, its first one is waited for, within the deadline.
+_NO_SLOT_S = 1.0
 _WARM_STEP_BYTES = 32 * 2**20
 _ACTIVE_S = 10.0
 # Streams that have ended are noticed so much later: to count all looks at each open file.
@@ -90,6 +96,7 @@ class StripedReader:
         self._counters = counters or Counters()
         demand_threads = max(1, thread_count // 4)
         self._direct_max = _AHEAD_PER_THREAD * thread_count
+        self._copied_max = thread_count - demand_threads
         self._engine = FetchEngine(
             dict.fromkeys(Priority, UNTIL_DEADLINE),
             threads=thread_count - demand_threads,
@@ -239,6 +246,57 @@ class StripedReader:
                     self._engine.end(read, UnavailableError("the caller has given up"))
                 read.leave_target()
         return max(0, end - offset)
+
+    def copy(
+        self,
+        file: OpenFile,
+        consume: Callable[[int, memoryview], None],
+        on_progress: Callable[[int], None],
+    ) -> None:
+        """Pass all bytes of `file` to `consume(offset, piece)`, in any order.
+
+        The engine's threads call `consume`, several at once, so that few buffers are needed and the
+        bytes are still in the processor's cache. `on_progress` is called by the caller's thread
+        with counts of bytes. When this has raised, `consume` is not called any more. Raises: as
+        `read`; an OSError of `consume`.
+        """
+        slots = threading.Semaphore(
+            min(self._copied_max, _COPIED_PER_CPU * len(os.sched_getaffinity(0)))
+        )
+        under_way: deque[CopiedUnit] = deque()
+
+        def wait_for_first() -> None:
+            wait_for(self._engine, under_way[0], _never)
+            on_progress(under_way.popleft().length)
+
+        position = 0
+        try:
+            while position < file.view.size_bytes:
+                while under_way and under_way[0].state is State.ENDED:
+                    wait_for_first()
+                while not slots.acquire(timeout=_NO_SLOT_S):
+                    wait_for_first()
+                unit = file.view.unit_at(position)
+                read = CopiedUnit(
+                    self._backend,
+                    self._memory,
+                    file,
+                    unit,
+                    consume,
+                    slots,
+                    patience_s=self._patience_s,
+                )
+                with self._engine.lock:
+                    self._engine.add(read, Priority.PREFETCH)
+                under_way.append(read)
+                position = unit.end
+            while under_way:
+                wait_for_first()
+        finally:
+            for read in under_way:
+                with self._engine.lock:
+                    self._engine.end(read, UnavailableError("the caller has given up"))
+                read.leave()
 
     def _read_straight(self, file: OpenFile, unit: Span, target: memoryview) -> UnitRead:
         read = UnitRead(

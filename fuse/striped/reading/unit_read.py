@@ -9,6 +9,7 @@ import errno
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import TypeAlias
 
 from bootseer.errors import BootseerError, NotFoundError, UnavailableError
@@ -230,3 +231,40 @@ class UnitRead(Job):
         assert isinstance(error, OSError)
         code = error.errno or errno.EIO
         raise OSError(code, os.strerror(code), self._path)
+
+
+class CopiedUnit(UnitRead):
+    """Read of a stripe unit whose bytes are passed on by the thread that has read them."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        memory: Memory,
+        file: OpenFile,
+        unit: Span,
+        consume: Callable[[int, memoryview], None],
+        slots: threading.Semaphore,
+        *,
+        patience_s: float,
+    ) -> None:
+        """Make a read that calls `consume(start, bytes)`, and releases a slot when it has ended."""
+        super().__init__(backend, memory, file, unit, patience_s=patience_s)
+        self._consume: Callable[[int, memoryview], None] | None = consume
+        self._slots = slots
+
+    def land(self, one: Try, data: memoryview) -> None:
+        super().land(one, data)
+        # The memory is free for the next read as soon as the bytes are passed on.
+        self.data = None
+        with self._leaving:
+            if self._consume is not None:
+                self._consume(self.span.start, data)
+
+    def ended(self) -> None:
+        super().ended()
+        self._slots.release()
+
+    def leave(self) -> None:
+        """Return when `consume` is not running and will not be called any more."""
+        with self._leaving:
+            self._consume = None

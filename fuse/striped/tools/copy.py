@@ -122,17 +122,18 @@ def copy_out(
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600)
+
+        def write(offset: int, piece: memoryview) -> None:
+            while len(piece):
+                written = os.pwrite(fd, piece, offset)
+                offset, piece = offset + written, piece[written:]
+
         try:
-            with os.fdopen(fd, "wb", buffering=0) as file:
-
-                def write(piece: memoryview) -> None:
-                    while len(piece):
-                        written = file.write(piece)
-                        piece = piece[written:]
-                        on_progress(written)
-
-                read_pieces(storage, opened, 0, opened.view.size_bytes, write)
-                os.fsync(file.fileno())
+            try:
+                storage.reader.copy(opened, write, on_progress)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
             temporary.replace(target)
             sync_directory(str(target.parent))
         except BaseException:

@@ -1,5 +1,6 @@
 """Window of reads: fetched bytes, memory, and the cost of random reads."""
 
+import errno
 import os
 import random
 import threading
@@ -13,6 +14,7 @@ from bootseer.errors import DeadlineError, InvalidInputError
 from bootseer.fuse.striped.layout import MAGIC
 from bootseer.fuse.striped.memory import Memory
 from bootseer.fuse.striped.reading.streams import StreamTracker
+from bootseer.fuse.striped.tools.copy import copy_out
 from bootseer.fuse.striped.writing.tail import Tail
 from bootseer.store.local.backend import LocalBackend
 from tests.fuse.striped.support.harness import Driver, storage_on
@@ -89,6 +91,31 @@ def test_a_file_that_does_not_fit_is_read_through_few_buffers(tmp_path: Path) ->
     assert driver.storage.memory.peak_bytes <= 96 * MIB
     driver.close(file)
     driver.storage.close()
+
+
+@pytest.mark.parametrize("name", ["striped", "plain"])
+def test_a_copy_out_takes_few_buffers(stored: Path, tmp_path: Path, name: str) -> None:
+    steps: list[int] = []
+    with storage_on(stored, unit=MIB) as storage:
+        copy_out(storage, name, tmp_path / "copy", on_progress=steps.append)
+        assert storage.memory.peak_bytes <= 48 * MIB
+        assert storage.reader.fetched_bytes == sum(steps) == len(DATA)
+    assert (tmp_path / "copy").read_bytes() == DATA
+
+
+def test_a_copy_out_ends_when_its_disk_is_full(stored: Path) -> None:
+    def refuse(offset: int, piece: memoryview) -> None:
+        taken.append(offset)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    taken: list[int] = []
+    with storage_on(stored, unit=MIB) as storage:
+        opened = storage.reader.open(storage.tree.stored.view("striped"))
+        with pytest.raises(OSError, match="No space left"):
+            storage.reader.copy(opened, refuse, lambda count: None)
+        count = len(taken)
+        storage.reader.close(opened)
+    assert len(taken) == count <= 16, "nothing is written after the failure"
 
 
 def test_a_caller_that_keeps_what_it_got_does_not_starve_itself(stored: Path) -> None:
