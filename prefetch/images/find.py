@@ -114,10 +114,9 @@ def remember(keep: Callable[[], None]) -> None:
 def image_on_node(
     settings: Settings, known: FoundImage, *, whole: bool = True
 ) -> FoundImage | None:
-    """Open the streams of an image that only this node has.
+    """Return a known image with its streams opened (`held`); None if this node lacks one of them.
 
-    Return the image with these streams in `held`; None if this node lacks the index or one of the
-    streams. With `whole`, the streams of published layers must be complete on this node, too.
+    Without `whole`, only the streams that the store does not have must be on this node.
     """
     cache, index_digest = NodeCache(settings.cache_dir), known.record.index_digest
     streams: list[CachedStream] = []

@@ -286,7 +286,7 @@ class _SourceResolver:
 
     @contextlib.contextmanager
     def _pulling(self, key: str) -> Iterator[None]:
-        """Hold the node's lock for pulling the layer `key`; other layers may fail meanwhile."""
+        """Hold the node's lock for pulling a layer. The wait ends if another layer has failed."""
         # The layer's own digest where it has one: servers that repair a lost stream lock that, too.
         if not key.startswith("sha256:"):
             key = f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"

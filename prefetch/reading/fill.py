@@ -163,7 +163,7 @@ class Fill:
         for window in (*claimed, *windows[first:], *windows[:first]):
             for fetch in self._streams.fill_fetches((window,)):
                 is_complete = False
-                if not self.is_quiet() or not self._has_room(fetch.length):
+                if not self.await_quiet() or not self._await_room(fetch.length):
                     return False
                 self.state = "filling"
                 try:
@@ -182,7 +182,7 @@ class Fill:
             return self._rest_without_room()
         return not is_complete
 
-    def is_quiet(self) -> bool:
+    def await_quiet(self) -> bool:
         """Wait until there was no fault for a while. Return False if the fill must stop."""
         faults = self._streams.faults
         while self._seen_faults != faults.fault_count or not self._others_are_quiet():
@@ -192,7 +192,7 @@ class Fill:
                 return False
         return self._pause(0)
 
-    def _has_room(self, count: int) -> bool:
+    def _await_room(self, count: int) -> bool:
         """Wait until the cache has room. Return False if the fill must stop."""
         # Counted as stored, although a frame may decompress to a multiple: the limit is not exact.
         self._room_bytes -= count

@@ -56,7 +56,7 @@ class LayerReader:
     def __init__(
         self, settings: Settings, store: Store, reference: str, blobs: Sequence[Blob]
     ) -> None:
-        """Make a reader without any request. `reference`: name of the image in `store`."""
+        """Make a reader; no request is sent. `reference`: name of the image in `store`."""
         self._settings = settings
         self._store = store
         self._reference = reference

@@ -109,15 +109,15 @@ def test_it_pauses_while_there_are_faults(streams: ImageBytes, tree: Tree) -> No
 
     streams.fill = filling  # type: ignore[method-assign]
     states: list[str] = []
-    is_quiet = fill.is_quiet
+    await_quiet = fill.await_quiet
 
     def watching() -> bool:
         before = fill._seen_faults
-        answer = is_quiet()
+        answer = await_quiet()
         states.append("waited" if fill._seen_faults != before else "went on")
         return answer
 
-    fill.is_quiet = watching  # type: ignore[method-assign]
+    fill.await_quiet = watching  # type: ignore[method-assign]
     fill.start()
     wait_for(lambda: fill.state == "complete")
     assert states[:3] == ["waited", "waited", "went on"]
