@@ -98,27 +98,30 @@ def detach_copies(device_minor: int, timeout_s: float) -> None:
 
 
 def _detach_copies(device_minor: int) -> None:
+    # Found before the first setns(2): another namespace has another /proc, or none.
+    found: list[tuple[int, list[bytes]]] = []
     known = {"", mount_namespace()}
     for name in filter(str.isdigit, os.listdir("/proc")):
         namespace = mount_namespace(name)
-        if namespace in known:
-            continue
-        known.add(namespace)
         with contextlib.suppress(OSError):
-            if f" 0:{device_minor} ".encode() not in Path(f"/proc/{name}/mountinfo").read_bytes():
+            # In a chroot, paths are not those of the namespace.
+            if namespace in known or os.readlink(f"/proc/{name}/root") != "/":
                 continue
-            fd = os.open(f"/proc/{name}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                # setns(2): not while the thread shares its root with others.
-                unshare(CLONE_FS)
-                _check(_libc.setns(fd, CLONE_NEWNS), "setns")
-            finally:
-                os.close(fd)
-            lines = list(parse_lines(Path("/proc/thread-self/mountinfo").read_bytes()))
-            top = {line.path: line for line in lines}
-            for path, line in top.items():
-                if (line.major, line.minor) == (0, device_minor):
-                    _libc.umount2(path, MNT_DETACH | UMOUNT_NOFOLLOW)
+            known.add(namespace)
+            lines = parse_lines(Path(f"/proc/{name}/mountinfo").read_bytes())
+            # The last line of a path is that of the topmost mount.
+            devices = {line.path: (line.major, line.minor) for line in lines}
+            paths = [path for path, device in devices.items() if device == (0, device_minor)]
+            if paths:
+                flags = os.O_RDONLY | os.O_CLOEXEC
+                found.append((os.open(f"/proc/{name}/ns/mnt", flags), paths))
+    # setns(2) refuses a thread that shares its root with others.
+    _libc.unshare(CLONE_FS)
+    for fd, paths in found:
+        if _libc.setns(fd, CLONE_NEWNS) == 0:
+            for path in paths:
+                _libc.umount2(path, MNT_DETACH | UMOUNT_NOFOLLOW)
+        os.close(fd)
 
 
 def map_user(uid: int, gid: int) -> None:

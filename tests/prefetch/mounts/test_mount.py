@@ -148,6 +148,7 @@ import signal
 from bootseer.linux import namespaces
 namespaces.unshare(namespaces.CLONE_NEWNS)
 namespaces.make_private()
+namespaces.mount("tmpfs", "/proc", "tmpfs")
 print("copied", flush=True)
 signal.pause()
 """
@@ -159,15 +160,17 @@ def test_an_unmount_waits_for_no_copy_in_another_namespace(
 ) -> None:
     with mounted(node.settings, "image:1", node.base / "mnt") as image:
         read_hot(node, image.directory)
-        with start_program(_COPYING) as other:
+        with start_program(_COPYING) as one, start_program(_COPYING) as other:
             try:
-                assert other.stdout is not None
-                assert other.stdout.readline() == "copied\n"
-                copies = Path(f"/proc/{other.pid}/mountinfo")
-                assert str(image.directory) in copies.read_text()
+                for process in (one, other):
+                    assert process.stdout is not None
+                    assert process.stdout.readline() == "copied\n"
+                copies = [Path(f"/proc/{process.pid}/mountinfo") for process in (one, other)]
+                assert all(str(image.directory) in path.read_text() for path in copies)
                 image.close()
-                assert str(image.directory) not in copies.read_text()
+                assert not any(str(image.directory) in path.read_text() for path in copies)
             finally:
+                one.kill()
                 other.kill()
     assert "still has open files" not in caplog.text
 
