@@ -43,8 +43,7 @@ from bootseer.linux.processes import ProcessId
 from bootseer.prefetch.cache.indexes import (
     check_known_damage,
     is_damage_known,
-    keep_index,
-    read_index,
+    read_or_fetch_index,
 )
 from bootseer.prefetch.serve.plan import ENVIRONMENT, ServeOptions, Serving, begin_serving
 from bootseer.served import processes
@@ -387,15 +386,13 @@ def have_index(settings: Settings, store: Store, target: Target) -> Index:
     check_known_damage(settings.cache_dir, store, target.index.digest)
     if blob := find_cut_blob(store, target):
         raise CorruptError(f"the blob {blob.digest} in {store.url} does not have its size")
-    digest = target.index.digest
-    with contextlib.suppress(BootseerError):
-        # A damaged copy is no fault of the snapshot's.
-        return Index(
-            read_index(settings.cache_dir, digest, run_dir=settings.run_dir), is_fetched=False
-        )
-    data = read_encoded_tree(store, target)
-    keep_index(settings.cache_dir, digest, data, run_dir=settings.run_dir)
-    return Index(data, is_fetched=True)
+    data, is_fetched = read_or_fetch_index(
+        settings.cache_dir,
+        target.index.digest,
+        lambda: read_encoded_tree(store, target),
+        run_dir=settings.run_dir,
+    )
+    return Index(data, is_fetched)
 
 
 def _begin_serving(settings: Settings, item: Placed, process: processes.Process | None) -> Serving:

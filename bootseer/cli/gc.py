@@ -14,7 +14,7 @@ from bootseer.cli.tree import command, current_settings
 if TYPE_CHECKING:
     from bootseer.gc.collect import Collected
     from bootseer.gc.inventory import Inventory
-    from bootseer.gc.plan import Plan
+    from bootseer.gc.plan import CollectionPlan
 
 
 class JudgedSnapshot(Struct):
@@ -178,7 +178,9 @@ def gc(
     return _collection(inventory, plan, done)
 
 
-def _collection(inventory: "Inventory", plan: "Plan", done: "Collected | None") -> Collection:
+def _collection(
+    inventory: "Inventory", plan: "CollectionPlan", done: "Collected | None"
+) -> Collection:
     deleted = set(plan.deletions)
     folders: dict[str, FolderCounts] = {}
     for key, one in inventory.objects.items():

@@ -214,7 +214,7 @@ def image_trace_import(reference: str, file: Path) -> ImportedTrace:
     of three and more, ranges that only one of them read are left out.
     """
     from bootseer.prefetch.index.catalogue import find_image, load_tree
-    from bootseer.prefetch.publish.hot_build import add_trace
+    from bootseer.prefetch.publish.bundle_build import add_trace
     from bootseer.prefetch.record import hints as hint_lists
 
     settings = current_settings()

@@ -173,7 +173,7 @@ def warm(
             return None
         if not command:
             return _warm_now(request)
-        from bootseer.prefetch.warm.launch import start_warming
+        from bootseer.prefetch.warm.request import start_warming
 
         if warning := start_warming(request):
             say(warning)
@@ -208,29 +208,35 @@ def _become(command: tuple[str, ...]) -> None:
 
 def _warm_now(request: "WarmRequest") -> WarmedDirectory:
     from bootseer.base.progress import ProgressBar
-    from bootseer.prefetch.warm.launch import known_record, warm_now
-    from bootseer.prefetch.warm.request import planned, shortage
+    from bootseer.prefetch.warm.plan import plan_read_ahead
+    from bootseer.prefetch.warm.reader import read_ahead
+    from bootseer.prefetch.warm.request import stored_record
 
-    known = known_record(request)
-    work = planned(request, known)
-    if warning := shortage(request, work):
+    plan = plan_read_ahead(stored_record(request), request.memory_bytes)
+    if warning := plan.memory_warning(request.directory):
         say(warning)
-    with ProgressBar("reading ahead", work.planned_bytes) as progress:
-        figures = warm_now(request, work, progress.advance)
+    with ProgressBar("reading ahead", plan.planned_bytes) as progress:
+        figures = read_ahead(
+            request.directory,
+            plan,
+            thread_count=request.thread_count,
+            deadline_s=request.read_deadline_s,
+            on_bytes=progress.advance,
+        )
     return document_of(
         WarmedDirectory,
         figures,
         directory=request.directory,
         workload=request.workload,
-        planned_bytes=work.planned_bytes,
+        planned_bytes=plan.planned_bytes,
     )
 
 
 def _record_of(request: "WarmRequest") -> ShownRecord:
-    from bootseer.prefetch.warm.launch import known_record
+    from bootseer.prefetch.warm.request import stored_record
     from bootseer.prefetch.warm.state import node_paths, read_state
 
-    known = known_record(request)
+    known = stored_record(request)
     paths = node_paths(Path(request.run_dir), request.identity, request.workload)
     return document_of(
         ShownRecord,

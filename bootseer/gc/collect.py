@@ -1,9 +1,9 @@
-"""Executes a plan: deletes, looking twice before and once after.
+"""Execution of a plan: deletion of objects, with checks before and after.
 
-Alone deletes what others published. Between the plan and the deletion a node may have published
-a record that needs what the plan is rid of, so records go first; then everything is listed and
-marked again, and content goes only if both times nothing needed it. An object that changed since it
-was listed stays. What nevertheless was needed a moment later is found by a third look.
+A node may publish a record that needs an object of the plan while the collection runs. So records
+are deleted first; then the store is listed and marked again, and content is deleted only if nothing
+needed it both times. An object that changed since it was listed stays. A last listing finds records
+that were published too late for these checks.
 """
 
 import logging
@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from msgspec import Struct
 
 from bootseer.errors import BootseerError, BusyError, NoSpaceError
-from bootseer.gc.inventory import Inventory, Object, look_at_each, take_inventory
-from bootseer.gc.plan import Plan, make_plan, stages
+from bootseer.gc.inventory import Inventory, Object, read_each, take_inventory
+from bootseer.gc.plan import CollectionPlan, make_plan, stages
 from bootseer.gc.retention import Rules
 from bootseer.store import FileInfo, Store
 from bootseer.store.objects.lease import LeaseRenewal
@@ -23,48 +23,49 @@ _log = logging.getLogger(__name__)
 
 _LEASE_KEY = "leases/gc"
 _LEASE_S = 60.0
-_LOOKED_AT_ONCE = 100
-"""Records that are looked at, then deleted: few, so that hardly any changes in between."""
-_AT_ONCE = 1000
-"""What one request of a bucket deletes."""
+_CHECKED_COUNT = 100
+"""Records that are checked and then deleted together: few, so that hardly any changes between."""
+_DELETED_COUNT = 1000
+"""Objects that one request to a bucket deletes."""
 
 
 class Collected(Struct, frozen=True):
-    """The result of a collection."""
+    """Result of a collection."""
 
     deleted_count: int
     freed_bytes: int
     spared: tuple[str, ...]
     """Keys of the plan that turned out to be needed or changed."""
     broken: tuple[str, ...]
-    """Keys of images' records that were published meanwhile and lack something now."""
+    """Keys of image records that were published during the collection and now lack an object."""
 
 
 def collect(
     store: Store,
     inventory: Inventory,
-    plan: Plan,
+    plan: CollectionPlan,
     rules: Rules,
     *,
     owner: str,
     on_deleted: Callable[[int], None] = lambda size_bytes: None,
 ) -> Collected:
-    """Delete what `plan`, made of `inventory` by `rules`, says.
+    """Delete the objects of `plan`, which was made of `inventory` by `rules`.
 
-    Raises: BusyError or NoSpaceError where another node collects; UnavailableError,
-    PermissionDeniedError: what was deleted until then is gone, and nothing that remains misses it.
+    Raises: BusyError or NoSpaceError if another node collects; UnavailableError or
+    PermissionDeniedError if the store fails: some objects are deleted then, but no object that
+    remains needs them.
     """
-    with _alone(store, owner):
+    with _collection_lease(store, owner):
         deleter = _Deleter(store, inventory, on_deleted)
         content = [key for key in plan.deletions if inventory.is_content(key)]
         deleter.delete([key for key in plan.deletions if not inventory.is_content(key)])
         if content:
-            # Whatever records are left now stay.
-            left = Rules(grace_s=rules.grace_s)
+            # Without the user's rules, all remaining records stay.
+            no_rules = Rules(grace_s=rules.grace_s)
             again = take_inventory(store, inventory.formats)
-            unneeded = set(make_plan(again, left).deletions)
+            unneeded = set(make_plan(again, no_rules).deletions)
             deleter.spared += [key for key in content if key not in unneeded]
-            # Content is never written otherwise: what was listed just now is looked at enough.
+            # Content never changes, so the new listing is check enough.
             deleter.delete([key for key in content if key in unneeded], again)
         broken = _mend(store, inventory, deleter.deleted)
         _end_leases(store, inventory, rules, owner)
@@ -74,13 +75,13 @@ def collect(
     )
 
 
-def _alone(store: Store, owner: str) -> AbstractContextManager[object]:
-    """The only one who collects. Raises: BusyError, NoSpaceError."""
+def _collection_lease(store: Store, owner: str) -> AbstractContextManager[object]:
+    """Hold the lease of the only collection in this store. Raises: BusyError, NoSpaceError."""
     try:
         lease = store.lease(_LEASE_KEY, ttl_s=_LEASE_S, owner=owner)
     except NoSpaceError as error:
-        # A full store must not be full for ever. Without a lease no node collects, and as long as
-        # it is full none can begin to; two at once would cost time only, since each looks twice.
+        # A full store must be collected even if it has no room for a lease. Two collections at once
+        # cost time only, since each checks everything twice.
         if store.exists(_LEASE_KEY):
             raise NoSpaceError(
                 f"{error}; the lease of another collection is there: where none runs any more, "
@@ -105,20 +106,24 @@ class _Deleter:
         self.spared: list[str] = []
 
     def delete(self, keys: Sequence[str], again: Inventory | None = None) -> None:
-        """Delete objects, in the order of a plan, that are as they were listed, as far as `again`
-        tells, or else a look at each."""
-        at_once = _AT_ONCE if again else _LOOKED_AT_ONCE
+        """Delete unchanged objects in the order of a plan.
+
+        An object is compared with the inventory `again`, or without one with its state now.
+        """
+        count = _DELETED_COUNT if again else _CHECKED_COUNT
         for stage in stages(self._inventory, keys):
-            for start in range(0, len(stage), at_once):
-                some = stage[start : start + at_once]
+            for start in range(0, len(stage), count):
+                some = stage[start : start + count]
                 if again:
                     self._delete_same({key: again.objects[key] for key in some}, again.now_ns)
                 else:
-                    self._delete_same(look_at_each(self._store, some, Store.info), 0)
+                    self._delete_same(read_each(self._store, some, Store.info), 0)
 
     def _delete_same(self, found: Mapping[str, FileInfo | Object], ageless_ns: int) -> None:
-        """Delete the objects that did not change since they were listed. `ageless_ns`: the time of
-        objects whose time the storage does not tell."""
+        """Delete the objects that did not change since they were listed.
+
+        `ageless_ns`: time in an inventory of objects for which the storage tells no time.
+        """
         same: list[str] = []
         for key, one in found.items():
             known = self._inventory.objects[key]
@@ -134,15 +139,18 @@ class _Deleter:
 
 
 def _mend(store: Store, inventory: Inventory, deleted: set[str]) -> list[str]:
-    """Look for records that need an object which is gone now. Delete those that a start makes again
-    (snapshots); return the keys of the others (images)."""
+    """Find records that need a deleted object.
+
+    Those that a start makes again (snapshots) are deleted; the keys of the others (images) are
+    returned.
+    """
     gone = {key for key in deleted if inventory.is_content(key)}
     if not gone:
         return []
     broken = []
-    left = take_inventory(store, inventory.formats)
-    for key, entry in left.entries():
-        if gone.isdisjoint(left.objects[key].links.needs):
+    remaining = take_inventory(store, inventory.formats)
+    for key, entry in remaining.entries():
+        if gone.isdisjoint(remaining.objects[key].links.needs):
             continue
         if entry.is_remade:
             _log.warning("the %s %s was published while it lost its content", entry.kind, key)
@@ -153,9 +161,9 @@ def _mend(store: Store, inventory: Inventory, deleted: set[str]) -> list[str]:
 
 
 def _end_leases(store: Store, inventory: Inventory, rules: Rules, owner: str) -> None:
-    """Takes leases that expired long ago, as any node may, and gives them up."""
+    """Take leases that expired long ago, as any node may, and release them."""
     if inventory.is_clock_wrong:
-        return  # whether they expired is told by this node's clock
+        return  # This node's clock decides whether a lease has expired.
     limit_ns = inventory.now_ns - int(max(rules.grace_s, 24 * 3600) * 1e9)
     for key, one in inventory.objects.items():
         if key.startswith("leases/") and key != _LEASE_KEY and one.modified_ns < limit_ns:

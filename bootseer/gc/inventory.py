@@ -1,6 +1,6 @@
-"""Inventory of a store: every object, and how it hangs together with others.
+"""Inventory of a store: every object, and its references to other objects.
 
-Edge: reads the store, changes nothing. An inventory is immutable.
+Reads the store and changes nothing. An inventory is immutable.
 """
 
 import contextlib
@@ -27,22 +27,22 @@ from bootseer.store.objects.uses import use_key
 _log = logging.getLogger(__name__)
 
 _SKEW_NS = 60 * 10**9
-"""The largest difference between clocks of a cluster that are right."""
+"""Largest difference between correct clocks in a cluster."""
 
-_AT_ONCE = 8
-"""Records that are read at a time: each is a few requests to a distant store, and there may be
+_THREADS = 8
+"""Records that are read at once: each takes a few requests to a distant store, and there may be
 thousands."""
 
 _Record = TypeVar("_Record")
 
 
 class Object(Struct, frozen=True):
-    """An object of the store: size, time, format and links."""
+    """Object of the store: size, time, format and links."""
 
     size_bytes: int
     modified_ns: int
     format: ObjectFormat | None = None
-    """None: one that nobody here knows, which is no garbage."""
+    """None for an object of an unknown format, which is never deleted."""
     links: Links = Links()
 
 
@@ -51,12 +51,12 @@ class Inventory(Struct, frozen=True):
 
     objects: Mapping[str, Object]
     formats: Sequence[ObjectFormat]
-    """Each before those that it may name."""
+    """All formats; each comes before the formats that it may refer to."""
     now_ns: int = 0
-    """When the store was listed, by which ages are told: by the storage's clock, or by this node's
-    where that is earlier. A clock that is ahead, whichever it is, must not make anything old."""
+    """Time of the listing, from which ages are computed: the earlier one of the storage's clock and
+    this node's, so that a clock that is ahead makes no object seem old."""
     is_clock_wrong: bool = False
-    """Whether the two clocks differ by more than a cluster's should."""
+    """Whether the two clocks differ by more than clocks of a cluster should."""
 
     def entries(self) -> Iterator[tuple[str, RecordEntry]]:
         """Yield the records that users name, with their keys."""
@@ -65,12 +65,12 @@ class Inventory(Struct, frozen=True):
                 yield key, one.links.entry
 
     def is_content(self, key: str) -> bool:
-        """Tell whether several records may name the object at `key`."""
-        of = self.objects[key].format
-        return of is not None and of.is_content
+        """Return whether several records may refer to the object at `key`."""
+        found = self.objects[key].format
+        return found is not None and found.is_content
 
     def labels(self) -> Mapping[str, Sequence[str]]:
-        """Return what users call records, by key."""
+        """Return the users' names of records, by key."""
         found: defaultdict[str, list[str]] = defaultdict(list)
         for one in self.objects.values():
             if one.links.label:
@@ -79,7 +79,7 @@ class Inventory(Struct, frozen=True):
         return found
 
     def last_used_ns(self, trees: Sequence[str]) -> int:
-        """Return when one of these trees was last noted as used; 0: never."""
+        """Return the last time at which one of these trees was noted as used; 0 for never."""
         notes = (self.objects.get(use_key(tree)) for tree in trees)
         return max((note.modified_ns for note in notes if note is not None), default=0)
 
@@ -87,15 +87,15 @@ class Inventory(Struct, frozen=True):
 def take_inventory(store: Store, formats: Sequence[ObjectFormat]) -> Inventory:
     """List the store, then read the records in it.
 
-    Raises: CorruptError, UnknownFormatError for a record that cannot be read: what it needs is not
-    known then, so nothing may be collected; UnavailableError, DeadlineError.
+    Raises: CorruptError, UnknownFormatError for a record that cannot be read: nothing may be
+    collected then, because the objects that it needs are unknown; UnavailableError, DeadlineError.
     """
     own_ns, stored_ns = _read_clocks(store)
     infos = {info.path: info for info in store.list()}
     newest_ns = max((info.modified_ns for info in infos.values()), default=0)
     now_ns, is_clock_wrong = _judge_clocks(store, own_ns, stored_ns, newest_ns)
     known = {key: next((one for one in formats if one.fits(key)), None) for key in infos}
-    read = look_at_each(
+    read = read_each(
         store,
         (key for key, one in known.items() if one is not None and one.is_read(key)),
         lambda store, key: _read(store, key, known[key]),
@@ -106,40 +106,43 @@ def take_inventory(store: Store, formats: Sequence[ObjectFormat]) -> Inventory:
         if one is not None:
             links = read.get(key, links) if one.is_read(key) else one.links_of(key)
         info = infos[key]
-        # Where the storage does not tell an object's age, it may have been written just now.
+        # An object for which the storage tells no time may have been written just now.
         objects[key] = Object(info.size_bytes, info.modified_ns or now_ns, one, links)
     return Inventory(objects, formats, now_ns, is_clock_wrong)
 
 
-def _read(store: Store, key: str, of: ObjectFormat | None) -> Links:
-    assert of is not None
-    assert of.read is not None
+def _read(store: Store, key: str, form: ObjectFormat | None) -> Links:
+    assert form is not None
+    assert form.read is not None
     try:
-        return of.read(store, key)
+        return form.read(store, key)
     except (CorruptError, UnknownFormatError) as error:
         raise type(error)(
-            f"nothing is collected: what {key} needs cannot be told, since {error}; use a newer "
-            "release, or delete that record if it is damaged"
+            f"nothing is collected: the objects that {key} needs are unknown, since {error}; use a "
+            "newer release, or delete that record if it is damaged"
         ) from error
 
 
-def look_at_each(
-    store: Store, keys: Iterable[str], look: Callable[[Store, str], _Record]
+def read_each(
+    store: Store, keys: Iterable[str], read: Callable[[Store, str], _Record]
 ) -> dict[str, _Record]:
-    """Return what `look` says of each object that is there, by its key; `_AT_ONCE` at a time.
-    Raises: as `look`, but for NotFoundError."""
+    """Call `read` for each object, several at once; return the results by key.
 
-    def look_at(key: str, _: str) -> _Record | None:
+    Objects that were deleted since they were listed are left out. Raises: as `read`, except
+    NotFoundError.
+    """
+
+    def read_existing(key: str, _: str) -> _Record | None:
         try:
-            return look(store, key)
+            return read(store, key)
         except NotFoundError:
-            return None  # deleted since it was listed
+            return None
 
     found = map_in_threads(
         {key: key for key in keys},
-        look_at,
+        read_existing,
         StoppableProgress(None),
-        thread_count=_AT_ONCE,
+        thread_count=_THREADS,
         thread_name="inventory",
         size_of=lambda _: None,
     )
@@ -147,26 +150,28 @@ def look_at_each(
 
 
 def _read_clocks(store: Store) -> tuple[int, int]:
-    """Return the time by this node's clock and by the storage's; 0 where that tells no time."""
+    """Return the time of this node's clock and of the storage's; 0 if the storage tells none."""
     stored_ns = 0
     with contextlib.suppress(PermissionDeniedError, NoSpaceError, NotFoundError):
-        # A store that is not there is not made by a look at it.
+        # Asking for the time writes an object, and would make a store that does not exist.
         if any(True for _ in store.backend.list("")):
             stored_ns = store.time_ns()
     return time.time_ns(), stored_ns
 
 
 def _judge_clocks(store: Store, own_ns: int, stored_ns: int, newest_ns: int) -> tuple[int, bool]:
-    """The time that ages are told by, and whether a clock is wrong. `newest_ns` is the latest time
-    of an object."""
+    """Return the time from which ages are computed, and whether a clock is wrong.
+
+    `newest_ns`: the latest time of an object.
+    """
     if not stored_ns:
-        # Of the storage's clock it is known only that it was there already.
+        # The storage's clock has passed the time of the newest object.
         return min(own_ns, newest_ns) if newest_ns else own_ns, False
     is_wrong = abs(own_ns - stored_ns) > _SKEW_NS
     if is_wrong:
         _log.warning(
-            "the clocks of this node and of %s differ by %.0f s: ages are told by the earlier one, "
-            "so that nothing counts as old by mistake; set the clock that is wrong",
+            "the clocks of this node and of %s differ by %.0f s: ages are computed from the "
+            "earlier one, so that nothing counts as old by mistake; set the clock that is wrong",
             store.url,
             abs(own_ns - stored_ns) / 1e9,
         )

@@ -1,9 +1,9 @@
-"""Inventory and rules -> what to delete. Pure (no I/O): the plan is what `collect` executes.
+"""Plan of a collection, made from an inventory and the user's rules. Pure (no I/O).
 
-Mark and sweep, over the graph that the records' links make. What users' rules keep stays, what is
-noted as in use, what is younger than the grace time, and all that can be reached from these. The
-rest is deleted in the order of the formats, each of which stands before those that it may name, so
-that at no moment a record names what is gone.
+Mark and sweep over the graph of the records' links. The roots are records that the rules keep,
+objects noted as in use, and objects younger than the grace time; objects reachable from a root
+stay. The rest is deleted in the order of the formats, each of which comes before the formats that
+it may refer to, so that no record ever refers to a deleted object.
 """
 
 from bisect import bisect_left
@@ -14,23 +14,23 @@ from itertools import groupby
 from msgspec import Struct
 
 from bootseer.gc.inventory import Inventory, Object
-from bootseer.gc.retention import Rules, Verdict, judge, old_members
+from bootseer.gc.retention import RetentionVerdict, Rules, judge, old_members
 
 
-class Plan(Struct, frozen=True):
-    """The objects that would be deleted, and why."""
+class CollectionPlan(Struct, frozen=True):
+    """Objects to delete, with reasons."""
 
-    verdicts: Mapping[str, Verdict]
-    """On the records that users name, by key."""
+    verdicts: Mapping[str, RetentionVerdict]
+    """Verdicts on the records that users name, by key."""
     deletions: tuple[str, ...]
-    """Keys, in the order in which they are to be deleted."""
+    """Keys in the order of deletion."""
     freed_bytes: int
 
 
-def make_plan(inventory: Inventory, rules: Rules) -> Plan:
+def make_plan(inventory: Inventory, rules: Rules) -> CollectionPlan:
     """Return the plan for an inventory under the user's rules.
 
-    Raises: NotFoundError, InvalidInputError where the rules name something that is not there.
+    Raises: NotFoundError, InvalidInputError if the rules name a missing or ambiguous record.
     """
     verdicts = judge(inventory, rules)
     doomed = {key for key, verdict in verdicts.items() if not verdict.is_kept}
@@ -41,23 +41,25 @@ def make_plan(inventory: Inventory, rules: Rules) -> Plan:
         key=lambda key: (ranks[id(inventory.objects[key].format)], key),
     )
     freed = sum(inventory.objects[key].size_bytes for key in deletions)
-    return Plan(verdicts, tuple(deletions), freed)
+    return CollectionPlan(verdicts, tuple(deletions), freed)
 
 
 def stages(inventory: Inventory, deletions: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the keys that may be deleted at once, in no order: none of them names another one of
-    its stage. `deletions` is in the order of a plan."""
+    """Yield groups of keys that may be deleted in any order: they do not refer to each other.
+
+    `deletions`: keys in the order of a plan.
+    """
     for _, keys in groupby(deletions, key=lambda key: id(inventory.objects[key].format)):
         yield list(keys)
 
 
 def _roots(inventory: Inventory, rules: Rules, doomed: set[str]) -> Iterator[str]:
-    """Yield the keys of objects that stay by themselves, not through other objects."""
+    """Yield the keys of objects that stay for a reason of their own."""
     limit_ns = inventory.now_ns - int(rules.grace_s * 1e9)
     old = old_members(inventory, rules)
     for key, one in inventory.objects.items():
         hangs_on = one.links.hangs_on
-        # A young name of a snapshot that goes, goes with it.
+        # A young name of a deleted snapshot is deleted as well.
         is_doomed = key in doomed or (hangs_on and doomed.issuperset(hangs_on))
         if (
             one.format is None
@@ -75,7 +77,7 @@ def _is_fresh(inventory: Inventory, one: Object) -> bool:
 
 
 def _reachable(inventory: Inventory, roots: Iterable[str]) -> set[str]:
-    """Return the keys of all objects that stay as long as the roots do."""
+    """Return the keys of all objects that are reachable from the roots."""
     objects = inventory.objects
     every = sorted(objects)
     hanging: defaultdict[str, list[str]] = defaultdict(list)
@@ -84,7 +86,7 @@ def _reachable(inventory: Inventory, roots: Iterable[str]) -> set[str]:
             hanging[other].append(key)
     kept: set[str] = set()
     lenders: set[str] = set()
-    # With each key whether another object needs it.
+    # (key, whether another object needs it)
     waiting = [(key, False) for key in roots]
     while waiting:
         key, is_needed = waiting.pop()
@@ -110,7 +112,7 @@ def _reachable(inventory: Inventory, roots: Iterable[str]) -> set[str]:
 
 
 def _below(every: Sequence[str], folder: str) -> Iterator[str]:
-    """Yield the keys in a folder, of all keys in order."""
+    """Yield the keys in a folder, from all keys in order."""
     for at in range(bisect_left(every, folder), len(every)):
         if not every[at].startswith(folder):
             return

@@ -1,4 +1,4 @@
-"""Rules of users: the snapshots, images and timelines that stay. Pure (no I/O)."""
+"""Retention rules: which snapshots, images and timelines stay. Pure (no I/O)."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,51 +14,52 @@ from bootseer.store.objects.uses import IN_USE_S
 
 DAY_S = 86_400
 CACHE_DAYS = 30.0
-"""A kept cache that nobody used for so long goes: a start makes it again."""
+"""A kept cache that was unused for this time is deleted; a start makes it again."""
 
 
 class Rules(Struct, frozen=True):
-    """Retention rules that a user gives for a collection.
+    """The user's rules for a collection.
 
-    Without `keep_last` and `keep_days`, a collection removes the snapshots named in `snapshots` and
-    the kept caches that no start used for `CACHE_DAYS`.
+    Without `keep_last` and `keep_days`, all snapshots stay except those named in `snapshots` and
+    kept caches that were unused for `CACHE_DAYS`.
     """
 
     keep_last: int | None = None
-    """How many of the newest stay of each group with the same targets and command."""
+    """Number of the newest snapshots that stay of each group with the same targets and command."""
     keep_days: float | None = None
-    """What was made or used within so many days."""
+    """Snapshots that were made or used within this number of days stay."""
     keep: tuple[str, ...] = ()
-    """Names (patterns as in a shell) or starts of keys of snapshots that stay in any case."""
+    """Names (shell patterns) or beginnings of keys of snapshots that stay in any case."""
     snapshots: tuple[str, ...] = ()
-    """Names or starts of keys of snapshots to remove in any case."""
+    """Names or beginnings of keys of snapshots to remove in any case."""
     images: tuple[str, ...] = ()
     """References of images to remove."""
     keep_starts: int = 20
-    """How many of the newest starts of each job keep their timelines, at most `keep_start_days`."""
+    """Number of the newest starts of each job whose timelines stay, for `keep_start_days` at most.
+    """
     keep_start_days: float = 90.0
     grace_s: float = DAY_S
-    """Younger objects stay: an object that refers to them may be on its way."""
+    """Younger objects stay: a record that refers to them may not be published yet."""
 
 
-class Verdict(Struct, frozen=True):
+class RetentionVerdict(Struct, frozen=True):
     """Decision about one snapshot or image."""
 
     is_kept: bool
     reason: str
 
 
-def judge(inventory: Inventory, rules: Rules) -> dict[str, Verdict]:
+def judge(inventory: Inventory, rules: Rules) -> dict[str, RetentionVerdict]:
     """Return the verdict on each record that users name, by key.
 
-    Raises: NotFoundError, InvalidInputError where the rules name none or several.
+    Raises: NotFoundError, InvalidInputError if a name in the rules fits none or several.
     """
     entries = dict(inventory.entries())
     doomed = {_find_snapshot(inventory, entries, text) for text in rules.snapshots}
     doomed.update(key for text in rules.images for key in _find_images(entries, text))
     ranks, labels = _ranks(entries), inventory.labels()
     return {
-        key: Verdict(False, "asked for")
+        key: RetentionVerdict(False, "asked for")
         if key in doomed
         else _judge(inventory, rules, key, entry, ranks[key], labels.get(key, ()))
         for key, entry in entries.items()
@@ -72,36 +73,36 @@ def _judge(
     entry: RecordEntry,
     rank: int,
     labels: Sequence[str],
-) -> Verdict:
+) -> RetentionVerdict:
     if entry.kind == "image":
-        return Verdict(True, "not named")
+        return RetentionVerdict(True, "not named")
     now_ns = inventory.now_ns
     if entry.is_cache:
-        # Of each there is one: the newest generation has taken the place of the others.
+        # Each kept cache has a single record: a new generation replaces the old one.
         days = CACHE_DAYS if rules.keep_days is None else rules.keep_days
         rules = replace(rules, keep_last=None, keep_days=days)
     if rules.keep_last is None and rules.keep_days is None:
-        return Verdict(True, "no rule removes it")
+        return RetentionVerdict(True, "no rule removes it")
     for pattern in rules.keep:
         is_start = len(pattern) >= 4 and entry.name.startswith(pattern)
         if is_start or any(fnmatchcase(label, pattern) for label in labels):
-            return Verdict(True, f"--keep {pattern}")
+            return RetentionVerdict(True, f"--keep {pattern}")
     used_ns = inventory.last_used_ns(entry.trees)
     if now_ns - used_ns < IN_USE_S * 10**9:
-        return Verdict(True, "in use")
+        return RetentionVerdict(True, "in use")
     made_ns = inventory.objects[key].modified_ns
     if now_ns - made_ns < rules.grace_s * 1e9:
-        return Verdict(True, "too young")
+        return RetentionVerdict(True, "too young")
     if rules.keep_last is not None and rank < rules.keep_last:
-        return Verdict(True, f"one of the newest {rules.keep_last}")
+        return RetentionVerdict(True, f"one of the newest {rules.keep_last}")
     age_s = (now_ns - max(used_ns, made_ns)) / 1e9
     if rules.keep_days is not None and age_s < rules.keep_days * DAY_S:
-        return Verdict(True, f"made or used within {rules.keep_days:g} days")
-    return Verdict(False, "no rule keeps it")
+        return RetentionVerdict(True, f"made or used within {rules.keep_days:g} days")
+    return RetentionVerdict(False, "no rule keeps it")
 
 
 def _ranks(entries: Mapping[str, RecordEntry]) -> dict[str, int]:
-    """Return of each entry how many of its group are newer."""
+    """Return for each entry the number of newer entries in its group."""
     groups: dict[str, list[str]] = defaultdict(list)
     for key, entry in entries.items():
         groups[entry.kind + entry.group].append(key)
@@ -137,8 +138,7 @@ def _find_images(entries: Mapping[str, RecordEntry], text: str) -> list[str]:
 
 
 def old_members(inventory: Inventory, rules: Rules) -> set[str]:
-    """Return the keys of the members of series that go: whole members, by the newest object of
-    each."""
+    """Return the keys of old members of series; the newest object of a member tells its age."""
     every: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for key, one in inventory.objects.items():
         if one.format is not None and one.format.series and (place := one.format.series(key)):

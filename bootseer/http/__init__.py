@@ -1,5 +1,5 @@
-"""HTTP as Bootseer speaks it: one client for registries, web servers, collectors and Kubernetes.
+"""The HTTP client for registries, web servers, collectors and Kubernetes.
 
-`transport` talks to one server, and to wherever it may send us; `ranges` reads files by ranges;
-`addresses` has the rule that says where a server may send us.
+Public: `transport` (requests to one server, and to servers that it redirects to), `ranges` (files
+read by ranges), `addresses` (which redirects are allowed). May import `transfer` and below.
 """

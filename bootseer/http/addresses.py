@@ -1,7 +1,7 @@
-"""Addresses by who can reach them, and which server may send us to which address. Pure.
+"""Classes of addresses, and the rule which redirects are allowed between them. Pure.
 
-A server redirects downloads to object stores and logins to token servers. One on the internet has
-no business with what only this node or its network can reach: the cloud's metadata
+Servers redirect downloads to object stores and logins to token servers. A server on the internet
+must not redirect to an address that only this node or its network can reach: the cloud's metadata
 (169.254.169.254), services on this machine, the intranet.
 """
 
@@ -34,9 +34,9 @@ _NAMES = {
 
 
 def reach_of(address: str) -> Reach:
-    """Return who can reach an address, which is written as `getpeername` tells it.
+    """Return the reach of an address in the form that `getpeername` returns.
 
-    Raises: ValueError where it is no address.
+    Raises: ValueError if it is not an address.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
@@ -52,23 +52,26 @@ def reach_of(address: str) -> Reach:
 
 
 def literal_reach(host: str) -> Reach | None:
-    """Return who can reach a host that is written as an address; None for a name."""
+    """Return the reach of a host that is given as an address; None for a name."""
     try:
         return reach_of(host)
     except ValueError:
         return None
 
 
-def may_lead(server: Reach, target: Reach) -> bool:
-    """Tell whether a server may send us to `target`: to the internet always; into private networks
-    where it is not on the internet itself; to a link or this machine only where it is there."""
+def may_redirect(server: Reach, target: Reach) -> bool:
+    """Return whether a server may redirect to an address with the reach `target`.
+
+    Redirects to the internet are always allowed; to a private network unless the server is on the
+    internet; to a link or to this machine only from there.
+    """
     if target is Reach.NETWORK:
         return server is not Reach.EVERYBODY
     return target in (Reach.EVERYBODY, server)
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether `host`, with or without a port, is this machine: plain HTTP is safe there."""
+    """Return whether `host`, with or without a port, is this machine: plain HTTP is safe there."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     if name.lower() == "localhost":
         return True

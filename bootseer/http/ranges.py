@@ -1,12 +1,12 @@
-"""Files that are read by ranges over HTTP: into a buffer, or in order.
+"""Files that are read by ranges over HTTP: into a buffer, or from start to end.
 
-`RangedFile` is one file, given how one range of it is asked for (`AskRange`: of one URL, or of the
-servers of a registry in turn). `RangedFile.read_into` makes one attempt, for a fetch engine that
-makes others; `open` and `read` bring all of it, however often connections break, by the policy of
-attempts. Nobody else tries again: `AskRange` asks each server once.
+A `RangedFile` requests ranges with an `AskRange` function, which asks one URL, or the servers of a
+registry in turn, each once. `RangedFile.read_into` makes a single attempt, for a fetch engine that
+repeats it. `open` and `read` repeat attempts themselves, by the policy of attempts, until all bytes
+have come.
 
-Sizes are checked here, digests by who reads the file to its end. A file is for any thread, a stream
-for one, but it may be closed from another.
+Sizes are checked here, digests by the reader. A file is for any thread; a stream is for one thread,
+but any thread may close it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from bootseer.errors import BootseerError, CorruptError, DeadlineError, Unavaila
 from bootseer.http.transport import Response
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.chunks import Batch, ChunkFetcher
-from bootseer.transfer.pace import FLOOR_BYTES_PER_S, STALL_S, Pace, Progress
+from bootseer.transfer.pace import FLOOR_BYTES_PER_S, STALL_S, ByteProgress, Pace
 from bootseer.transfer.policy import REQUEST, Attempts, Policy
 from bootseer.transfer.ranges import Chunk, Priority, covering
 
@@ -32,19 +32,20 @@ _NO_RANGE = re.compile("bytes [*]/([0-9]{1,19})")
 _SIZE = re.compile("[0-9]{1,19}")
 _PIECE_BYTES = 2**20
 PART_BYTES = 8 * 2**20
-"""Large enough that asking for a part costs little, small enough for five in memory."""
+"""Bytes of one request: large enough that requests cost little, small enough for five in memory."""
 STREAMS_COUNT = 4
-"""One TCP connection of a distant or throttled server gives a fraction of the line; beyond four
-little is gained, and registries begin to refuse."""
+"""Connections at once. A single TCP connection to a distant or throttled server uses a fraction of
+the bandwidth; more than four gain little, and registries begin to refuse them."""
 FIRST_BYTES = 2 * PART_BYTES
-"""Read through one connection, to see how fast that is: past TCP's slow start."""
+"""Bytes read through one connection to measure its speed, beyond TCP's slow start."""
 FAST_BYTES_PER_S = 100_000_000
-"""What a connection that fills a 1 Gbit/s line exceeds; several cost twice the CPU time there."""
+"""Above this speed one connection is enough: it fills a line of 1 Gbit/s, and several connections
+would take twice the CPU time."""
 LARGE_BYTES = FIRST_BYTES + 2 * PART_BYTES
 
 
-class Range(Closing):
-    """The bytes of a file from `start` on, as one answer brings them. For one thread."""
+class RangeResponse(Closing):
+    """Answer to a request for a range of a file. For one thread."""
 
     def __init__(
         self,
@@ -56,18 +57,25 @@ class Range(Closing):
         size_bytes: int | None = None,
         blame: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take the answer to a request for the bytes [start, end) of the file `name`, to its end
-        where `end` is None. There are none where it begins behind the file's end (416).
-        `size_bytes`: of the file, where that is known; `blame` is called when the server that
-        answered turns out to be late, or to break off.
+        """Check the headers of an answer to a request for the bytes [start, end) of a file.
 
-        Raises: CorruptError for the answer to another question.
+        A range behind the file's end (416) has no bytes.
+
+        Args:
+            response: The answer.
+            name: Name of the file in messages.
+            start: The first byte.
+            end: End of the range, or None for the end of the file.
+            size_bytes: Size of the file, if it is known.
+            blame: Called if the server turns out to be late, or breaks off.
+
+        Raises: CorruptError if the answer is for another range.
         """
         self._response = response
         self._name = name
         self.blame = blame
         self.is_partial = response.status == 206
-        """Whether the server understands ranges; else it begins at the file's start."""
+        """Whether the server supports ranges; if not, the answer begins at the file's start."""
         is_behind = response.status == 416
         length = response.headers.get("Content-Length", "") if not is_behind else ""
         total = int(length) if _SIZE.fullmatch(length) else None
@@ -85,7 +93,7 @@ class Range(Closing):
         elif total is not None:
             end = total if end is None else min(end, total)
         self.total_bytes = total
-        """How large the file is; None where the server does not say."""
+        """Size of the file; None if the server does not tell."""
         if size_bytes is not None and total is not None:
             is_right = is_right and size_bytes == total
         if not is_right:
@@ -96,25 +104,25 @@ class Range(Closing):
             )
         self._skip_bytes = 0 if self.is_partial else start
         self.left_bytes: float = inf if end is None else max(0, end - start)
-        """How many bytes are still to come; infinite where the server does not say."""
+        """Bytes still to come; infinite if the server does not tell."""
         self._silence_s = 0.0
         self.begin_window()
 
     def begin_window(self) -> None:
-        """Judge what comes from here on by itself."""
+        """Begin to measure the connection's speed anew."""
         self.began_s = time.monotonic()
         self.came_bytes = 0
         self.waited_s = 0.0
-        """Only time spent in waiting counts against a connection, not what its reader takes."""
-        self._progress = Progress(0.0)
+        """Time spent waiting for bytes, without the time that the reader takes between reads."""
+        self._progress = ByteProgress(0.0)
         self.silent_s = 0.0
-        """For how long of that only a trickle has come."""
+        """The last part of that time, in which almost nothing has come."""
 
     def read(self, size: int, *, silence_s: float, stall_s: float) -> bytes:
-        """Return what comes next, at most `size` bytes; b"" at the end.
+        """Return the next bytes, at most `size`; b"" at the end.
 
-        Raises: UnavailableError where the body is cut off; DeadlineError after `silence_s` without
-        a byte, and after `stall_s` of a trickle.
+        Raises: UnavailableError if the body is cut off; DeadlineError after `silence_s` without a
+        byte, or after `stall_s` with almost none.
         """
         if silence_s != self._silence_s:
             self._silence_s = silence_s
@@ -145,8 +153,10 @@ class Range(Closing):
         return b""
 
     def read_into(self, buffer: memoryview, attempt: Attempt, stall_s: float) -> int:
-        """Fill `buffer`; return the count, short at the end of the range or when the attempt was
-        given up. Raises: as `read`."""
+        """Fill `buffer`; return the count, short at the end of the range or of a given-up attempt.
+
+        Raises: as `read`.
+        """
         done = 0
         while data := self.read(len(buffer) - done, silence_s=stall_s, stall_s=stall_s):
             if not attempt.put(done, buffer, data):
@@ -155,24 +165,24 @@ class Range(Closing):
         return done
 
     def _finish(self) -> None:
-        """Give the connection back, which a read of its end does."""
+        # Reading the end of the body makes the connection available for other requests.
         if self.is_partial:
             with contextlib.suppress(UnavailableError, DeadlineError):
                 self._response.read(1)
         self._response.close()
 
     def close(self) -> None:
-        """Give the connection up. Idempotent."""
+        """Close the connection unless the body was read to its end. Idempotent."""
         self._response.close()
 
 
-AskRange: TypeAlias = Callable[[int, int, bool], Range]
-"""Asks once for the bytes [start, end) of one file; True: a server that another attempt is at is
-late with them. Raises: BootseerError."""
+AskRange: TypeAlias = Callable[[int, int, bool], RangeResponse]
+"""Requests the bytes [start, end) of one file once. The third argument is True if another attempt
+at the same bytes is late: another server should be asked. Raises: BootseerError."""
 
 
 class RangedFile:
-    """File of known size that is read by byte ranges: a store's `Reader` without `current`."""
+    """File of known size, read by ranges: a `Reader` of a store without `current`."""
 
     block_bytes = 0
     can_stop = True
@@ -194,7 +204,7 @@ class RangedFile:
             ask: Requests one range, once.
             size_bytes: Size of the file.
             name: Name of the file in messages.
-            pace: Speed of the reads of the same storage, by which a late one is told.
+            pace: Speeds of reads of the same storage, which tell whether a read is late.
             policy: Attempts of `open` and `read`.
             deadline_s: Seconds after the last bytes within which another attempt may begin.
         """
@@ -207,8 +217,10 @@ class RangedFile:
         self.stall_s = min(STALL_S, deadline_s)
 
     def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
-        """Fill `buffer` from `offset`, once; return the count, short only at the end of the file
-        or when the attempt was given up. Whether it is late is seen by who makes the attempt.
+        """Make one attempt to fill `buffer` from `offset`.
+
+        The owner of `attempt` notices if the read is late. Returns: The count, short only at the
+        end of the file or if the attempt was given up.
 
         Raises: NotFoundError, PermissionDeniedError, UnavailableError, DeadlineError, CorruptError.
         """
@@ -220,20 +232,20 @@ class RangedFile:
 
     def read(self, offset: int, length: int) -> bytes:
         """Return bytes [offset, offset + length), fewer only at the end. Raises: as `read_into`."""
-        with Stream(self, offset, min(offset + length, self.size_bytes)) as stream:
+        with RangedStream(self, offset, min(offset + length, self.size_bytes)) as stream:
             return stream.readall()
 
     def open(self) -> BinaryIO:
-        """Return all of the file in order. `read` raises as `read_into`."""
-        return cast(BinaryIO, Stream(self, 0, self.size_bytes))
+        """Open the file for reading from start to end. `read` raises as `read_into`."""
+        return cast(BinaryIO, RangedStream(self, 0, self.size_bytes))
 
 
-class Stream(io.RawIOBase):
-    """Bytes of a file in order, in pieces of any size.
+class RangedStream(io.RawIOBase):
+    """Stream of a file's bytes, in pieces of any size.
 
-    They come through one connection; another one goes on where it breaks, or is late while the
-    file's `pace` has credit. If there are many bytes, and the first come slowly, the rest is
-    fetched in parts, several at once, of which at most `STREAMS_COUNT` + 1 are in memory.
+    One connection brings them; another connection replaces it if it breaks, or if it is late while
+    the file's `pace` has credit. If the file is large and the first bytes come slowly, the rest is
+    fetched in parts, several at once; at most `STREAMS_COUNT` + 1 parts are in memory.
     """
 
     def __init__(self, file: RangedFile, start: int, end: int) -> None:
@@ -242,10 +254,10 @@ class Stream(io.RawIOBase):
         self._position = start
         self._end = end
         self._trial_end = start + FIRST_BYTES if end - start >= LARGE_BYTES else end
-        """Until there one connection is tried."""
+        """Position up to which the speed of one connection is measured."""
         self._trial_s = 0.0
         self._attempts = Attempts(file.policy, file.deadline_s)
-        self._range: Range | None = None
+        self._range: RangeResponse | None = None
         self._is_ranged = False
         self._is_second = False
         self._new_bytes = 0
@@ -256,7 +268,6 @@ class Stream(io.RawIOBase):
         self._next = 0
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def readinto(self, buffer: bytearray | memoryview, /) -> int:  # type: ignore[override]
@@ -266,36 +277,36 @@ class Stream(io.RawIOBase):
         return len(data)
 
     def readall(self) -> bytes:
-        """Return all that is left. Raises: as `read`."""
-        # The inherited one takes pieces of 8 KiB, each of which costs what a large one does.
+        """Return the remaining bytes. Raises: as `read`."""
+        # The inherited method reads pieces of 8 KiB, each of which costs as much as a large one.
         return b"".join(iter(lambda: self.read(_PIECE_BYTES), b""))
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return at most `size` bytes, as they come; b"" only at the end.
+        """Return at most `size` bytes, maybe fewer; b"" only at the end.
 
-        Raises: NotFoundError, PermissionDeniedError, UnavailableError, DeadlineError, CorruptError
-        where the file has another size.
+        Raises: NotFoundError, PermissionDeniedError, UnavailableError, DeadlineError; CorruptError
+        if the file has another size.
         """
         if size < 0:
             return self.readall()
         data = b""
         while self._position < self._end and size and not data:
             if self._position == self._trial_end:
-                self._choose()
+                self._choose_connections()
             if self._fetcher is not None:
-                data = self._of_part(self._fetcher, size)
+                data = self._read_part(self._fetcher, size)
             else:
                 began_s = time.monotonic()
                 try:
-                    data = self._piece(min(size, self._trial_end - self._position))
+                    data = self._read_connection(min(size, self._trial_end - self._position))
                 except BootseerError as error:
-                    self._interrupted(error)
+                    self._await_next_attempt(error)
                 self._trial_s += time.monotonic() - began_s
             self._position += len(data)
         return data
 
-    def _choose(self) -> None:
-        """Choose how the rest is read, by how fast the first bytes have come."""
+    def _choose_connections(self) -> None:
+        """Read the rest through several connections if the first bytes came slowly."""
         self._trial_end = self._end
         if self._is_ranged and FAST_BYTES_PER_S * self._trial_s >= FIRST_BYTES:
             self._drop_range()
@@ -303,7 +314,7 @@ class Stream(io.RawIOBase):
             self._fetcher = ChunkFetcher(
                 lambda _, *part: self._file.read_into(*part),
                 threads=STREAMS_COUNT,
-                # As long as bytes come: how long a part may take nobody can say.
+                # A part may take any time as long as bytes come.
                 deadline_s=inf,
                 stall_s=self._file.stall_s,
                 policy=self._file.policy,
@@ -311,8 +322,8 @@ class Stream(io.RawIOBase):
 
     # ---- one connection -----------------------------------------------------------------------
 
-    def _piece(self, size: int) -> bytes:
-        """Return what comes next. Raises: BootseerError; DeadlineError also where it is late."""
+    def _read_connection(self, size: int) -> bytes:
+        """Return the next bytes. Raises: BootseerError; DeadlineError also if they are late."""
         pace, stall_s = self._file.pace, self._file.stall_s
         part = self._range
         if part is None:
@@ -332,17 +343,17 @@ class Stream(io.RawIOBase):
             pace.note(part.came_bytes, time.monotonic() - part.began_s)
             part.begin_window()
         self._new_bytes += len(data)
-        # A trickle is no progress, or it would go on for ever.
+        # A trickle does not count as progress; it would go on for ever.
         if self._new_bytes >= FLOOR_BYTES_PER_S * stall_s:
             self._attempts.progressed()
         return data
 
-    def _interrupted(self, error: BootseerError) -> None:
-        """Wait for the next attempt. Raises: `error` where there is none."""
+    def _await_next_attempt(self, error: BootseerError) -> None:
+        """Wait until the next attempt may begin. Raises: `error` if there is none."""
         self._new_bytes = 0
         part = self._drop_range()
         if isinstance(error, DeadlineError) and part and part.waited_s < self._file.stall_s:
-            # Late, which is no failure: others of the server's connections may do.
+            # Being late is no failure: another connection to the server may be faster.
             self._is_second = self._file.pace.spend()
         if not self._is_second:
             if part is not None:
@@ -352,7 +363,7 @@ class Stream(io.RawIOBase):
                 raise error
             time.sleep(pause_s)
 
-    def _drop_range(self) -> Range | None:
+    def _drop_range(self) -> RangeResponse | None:
         part, self._range = self._range, None
         if part is not None:
             part.close()
@@ -360,8 +371,8 @@ class Stream(io.RawIOBase):
 
     # ---- several connections ------------------------------------------------------------------
 
-    def _of_part(self, fetcher: ChunkFetcher, size: int) -> bytes:
-        """Return what comes next of the next part. Raises: BootseerError."""
+    def _read_part(self, fetcher: ChunkFetcher, size: int) -> bytes:
+        """Return the next bytes of the current part. Raises: BootseerError."""
         if not self._part:
             self._submit(fetcher)
             part, batch = self._parts.popleft()
@@ -373,7 +384,7 @@ class Stream(io.RawIOBase):
         return data
 
     def _submit(self, fetcher: ChunkFetcher) -> None:
-        """Begin to read parts until `STREAMS_COUNT` of them are under way."""
+        """Request parts until `STREAMS_COUNT` of them are under way."""
         while self._next < self._end and len(self._parts) < STREAMS_COUNT:
             part = Chunk(self._file.name, self._next, min(PART_BYTES, self._end - self._next))
             fetch = covering((part,), Priority.PREFETCH)
@@ -381,7 +392,7 @@ class Stream(io.RawIOBase):
             self._next = part.end
 
     def close(self) -> None:
-        """Idempotent; threads end after the piece that they wait for."""
+        """Close all connections. Idempotent. Threads end after the piece that they wait for."""
         self._drop_range()
         if self._fetcher is not None:
             self._fetcher.close()

@@ -1,17 +1,17 @@
-"""Requests to one HTTP server, and to wherever it sends us.
+"""Requests to one HTTP server, and to servers that it redirects to.
 
-Uses urllib3 for connections, certificates and proxies. Four rules are kept here, for every caller:
+Uses urllib3 for connections, certificates and proxies, and keeps four rules for every caller:
 
-- Each wait has an end. The head of an answer must be there within the deadline, also when it
-  trickles: a socket's own time-out starts again with every byte, so one watchdog thread ends what
-  lasts too long. Bodies are watched by who reads them.
-- The address that answers is judged before anything is sent to it, unless it is the server's own
-  (`addresses.may_lead`). What a name resolved to before does not count.
-- Nothing goes from TLS to plain HTTP, but on this machine.
-- `Server.headers` and logins reach the server itself, and nobody whom it names.
+- Every wait has a deadline. The head of an answer must come within the deadline even if it
+  trickles: a socket's own time-out restarts with every byte, so a watchdog thread ends requests
+  that last too long. The reader of a body limits its waits.
+- The address of every new connection is checked before anything is sent to it, unless it is the
+  server's own (`addresses.may_redirect`). An earlier resolution of the name does not count.
+- No redirect leads from TLS to plain HTTP, except on this machine.
+- `HttpServer.headers` and logins are sent to the server only, never to another one.
 
-There are no attempts here: each request is made once. Thread-safe; a `Response` is for one thread.
-No message has more of a URL than its host: the rest may be a secret.
+Each request is sent once; callers repeat it. Thread-safe; a `Response` is for one thread. Messages
+show only the host of a URL, because the rest may be secret.
 """
 
 import contextlib
@@ -49,17 +49,17 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from bootseer.http.addresses import Reach, is_loopback, literal_reach, may_lead, reach_of
+from bootseer.http.addresses import Reach, is_loopback, literal_reach, may_redirect, reach_of
 from bootseer.transfer.pace import STALL_S
 
-# It logs whole URLs, and the URL that a server redirects to is a secret.
+# urllib3 logs whole URLs, and the URL of a redirect may be secret.
 logging.getLogger("urllib3").setLevel(logging.CRITICAL + 1)
 
 CONNECT_S = 10.0
-"""A TCP handshake takes three packets; two of them may be lost (1 s and 2 s) and more."""
+"""Deadline of a TCP handshake: enough for two lost packets, repeated after 1 s and 2 s."""
 _CONNECTS_MAX = 4
-"""How many times as long as a handshake of TCP all of them may take: with several addresses of a
-name, a proxy and TLS."""
+"""Handshakes that the deadline of a whole connection allows for: several addresses of a name, a
+proxy, and TLS."""
 _CONNECTIONS_MAX = 32
 _PIECE_BYTES = 2**20
 _AT_ONCE_BYTES = 64 * 1024
@@ -69,43 +69,43 @@ _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _Result = TypeVar("_Result")
 
 
-class Server(Struct, frozen=True):
+class HttpServer(Struct, frozen=True):
     """Address of an HTTP server, and the settings for connections to it."""
 
     name: str
-    """For messages, mostly host[:port]."""
+    """Name in messages, mostly host[:port]."""
     base_url: str
-    """Scheme, host and port; more of it is its user's affair."""
+    """URL whose scheme, host and port are used."""
     verify: bool = True
-    """Whether its certificate is verified."""
+    """Whether the server's certificate is verified."""
     ca_files: tuple[Path, ...] = ()
-    """Authorities that are trusted besides the system's."""
+    """Certificate authorities that are trusted besides the system's."""
     trusts_ca_files_alone: bool = False
-    """Whether only `ca_files` are trusted, and old authorities among them: many lack an extension
-    that Python insists on since 3.13."""
+    """Whether only `ca_files` are trusted. Old authorities are accepted then as well: many lack an
+    extension that Python requires since 3.13."""
     client_certificates: tuple[tuple[Path, Path | None], ...] = ()
-    """(certificate, key); the key is in the certificate's file when None."""
+    """(certificate, key); the key is None if it is in the certificate's file."""
     headers: tuple[tuple[str, str], ...] = ()
-    """Sent to this server with each request, and to no other one."""
+    """Headers of each request to this server, which no other server gets."""
     connect_s: float | None = None
-    """What a connection may take until it is there; None: `CONNECT_S`."""
+    """Deadline of a TCP handshake; None: `CONNECT_S`."""
     proxy: str | None = None
-    """"" for a direct connection; None: as the environment says."""
+    """URL of a proxy; "" for a direct connection; None: the environment's proxy."""
     ca_advice: str = ""
-    """What to do about a certificate that is not trusted, for messages."""
+    """Advice in messages about an untrusted certificate."""
 
 
 # ---- connections --------------------------------------------------------------------------------
 
 
 class Watchdog:
-    """Ends what lasts too long: one thread, started when it is needed, for any number of waits."""
+    """Thread that ends waits which last too long. It is started with the first wait."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Start without a thread, as a forked child has to."""
+        """Reset to the state without a thread, which a forked child needs."""
         self._changed = threading.Condition(threading.Lock())
         self._waits: dict[int, tuple[float, Callable[[], None]]] = {}
         self._numbers = itertools.count()
@@ -114,8 +114,10 @@ class Watchdog:
 
     @contextlib.contextmanager
     def within(self, seconds: float, end: Callable[[], None]) -> Iterator[None]:
-        """Call `end`, in the watchdog's thread, if the `with` block lasts longer. `end` must not
-        wait. Raises: UnavailableError when no thread can be started."""
+        """Call `end` in the watchdog's thread if the `with` block lasts longer than `seconds`.
+
+        `end` must not wait. Raises: UnavailableError if no thread can be started.
+        """
         ends_s = time.monotonic() + seconds
         with self._changed:
             if not self._has_thread:
@@ -123,7 +125,7 @@ class Watchdog:
                 self._has_thread = True
             number = next(self._numbers)
             self._waits[number] = (ends_s, end)
-            # Most waits end later than the one before: the thread sleeps on.
+            # Most waits end later than earlier ones, and need not wake the thread.
             if ends_s < self._wakes_s:
                 self._changed.notify()
         try:
@@ -153,7 +155,7 @@ os.register_at_fork(after_in_child=_WATCHDOG.begin)
 def _in_time(
     get_socket: Callable[[], socket.socket | None], function: Callable[[], _Result], seconds: float
 ) -> _Result:
-    """Return what `function`, which uses a socket, returns; after `seconds` the socket is shut."""
+    """Return the result of `function`; shut down its socket after `seconds`."""
     is_late = False
 
     def end() -> None:
@@ -162,27 +164,27 @@ def _in_time(
         sock = get_socket()
         if sock is not None:
             with contextlib.suppress(OSError):
-                # Not the method of an SSL socket, which would change it under its reader.
+                # The method of an SSL socket would change the socket's state under its reader.
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     try:
         with _WATCHDOG.within(seconds, end):
             result = function()
     except Exception:
-        # Whatever the shut socket made of itself in the libraries.
+        # A shut socket causes any kind of error in the libraries.
         if not is_late:
             raise
     else:
         if not is_late:
             return result
-        # For http.client, headers that break off are whole.
+        # http.client takes headers that break off for complete ones.
         if isinstance(result, urllib3.HTTPResponse):
             result.close()
     raise TimeoutError(f"no answer within {seconds:g} s")
 
 
 def _start_thread(target: Callable[[], None], name: str) -> None:
-    """Start a daemon thread. Raises: UnavailableError when none can be started."""
+    """Start a daemon thread. Raises: UnavailableError if the system allows no more threads."""
     try:
         threading.Thread(target=target, name=name, daemon=True).start()
     except RuntimeError as error:
@@ -193,39 +195,42 @@ def _start_thread(target: Callable[[], None], name: str) -> None:
 
 
 def _connected(connect: Callable[[], socket.socket], seconds: float) -> socket.socket:
-    """Return the socket that `connect` opens, in a thread of its own: nothing else leaves a name
-    that is being looked up. Raises: urllib3's ConnectTimeoutError; as `connect`."""
-    ends: queue.SimpleQueue[socket.socket | BaseException] = queue.SimpleQueue()
-    is_left = threading.Lock()
+    """Return the socket that `connect` opens, within `seconds`.
+
+    `connect` runs in a thread of its own, because a name lookup cannot be interrupted. Raises:
+    urllib3's ConnectTimeoutError; as `connect`.
+    """
+    results: queue.SimpleQueue[socket.socket | BaseException] = queue.SimpleQueue()
+    # Taken by the first of both threads: the waiter that gives up, or the thread that is done.
+    is_decided = threading.Lock()
 
     def run() -> None:
         try:
-            end: socket.socket | BaseException = connect()
+            result: socket.socket | BaseException = connect()
         except BaseException as error:
-            end = error
-        ends.put(end)
-        if not is_left.acquire(blocking=False) and isinstance(end, socket.socket):
-            end.close()
+            result = error
+        results.put(result)
+        if not is_decided.acquire(blocking=False) and isinstance(result, socket.socket):
+            result.close()
 
     _start_thread(run, "bootseer-connect")
     try:
-        end = ends.get(timeout=seconds)
+        result = results.get(timeout=seconds)
     except queue.Empty:
-        # Whoever comes second sees that the other one has been here.
-        if is_left.acquire(blocking=False):
+        if is_decided.acquire(blocking=False):
             raise exceptions.ConnectTimeoutError(None, f"after {seconds:g} s") from None
-        end = ends.get()
-    if isinstance(end, BaseException):
-        raise end
-    return end
+        result = results.get()
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 _Guard = Callable[[str, int, socket.socket], None]
-"""Looks at a new connection to (host, port). Raises: PermissionDeniedError."""
+"""Checks a new connection to (host, port). Raises: PermissionDeniedError."""
 
 
-class _Guarded:
-    """Both kinds of connections: their guard looks at each, and heads come in time."""
+class _GuardedConnection:
+    """Mixin of connections that a guard checks, and whose answers begin within a deadline."""
 
     guard: _Guard
     host: str
@@ -247,55 +252,55 @@ class _Guarded:
         head = super().getresponse  # type: ignore[misc]  # urllib3's
         response: urllib3.HTTPResponse = _in_time(lambda: sock, head, seconds)
         if sock is not None:
-            with contextlib.suppress(OSError):  # closed already, where no body follows
-                # From here on only the body is waited for.
+            with contextlib.suppress(OSError):  # Closed already if there is no body.
+                # From here on the time-out applies to reads of the body.
                 sock.settimeout(min(STALL_S, seconds))
         return response
 
 
-class _Connection(_Guarded, urllib3.connection.HTTPConnection):  # type: ignore[misc]
+class _PlainConnection(_GuardedConnection, urllib3.connection.HTTPConnection):  # type: ignore[misc]
     pass
 
 
-class _SecureConnection(_Guarded, urllib3.connection.HTTPSConnection):  # type: ignore[misc]
+class _SecureConnection(_GuardedConnection, urllib3.connection.HTTPSConnection):  # type: ignore[misc]
     def connect(self) -> None:
-        # A proxy's answer has lines without end, and each of them a time-out of its own.
+        # A proxy may send any number of lines, each within the socket's own time-out.
         _in_time(lambda: self.sock, super().connect, _CONNECTS_MAX * (self.timeout or CONNECT_S))
-        # Who does not verify has said so; urllib3 would warn at each request.
+        # Else urllib3 would warn at each request to a server with `verify=False`.
         self.is_verified = True
 
 
 def _pool_classes(guard: _Guard) -> dict[str, type[urllib3.HTTPConnectionPool]]:
-    """Return pools whose new connections `guard` looks at."""
+    """Return pools of connections that `guard` checks, by scheme."""
     own = {"guard": staticmethod(guard)}
 
-    class Pool(urllib3.HTTPConnectionPool):
-        ConnectionCls = type("Plain", (_Connection,), own)
+    class GuardedPool(urllib3.HTTPConnectionPool):
+        ConnectionCls = type("Plain", (_PlainConnection,), own)
 
-    class SecurePool(urllib3.HTTPSConnectionPool):
+    class GuardedSecurePool(urllib3.HTTPSConnectionPool):
         ConnectionCls = type("Secure", (_SecureConnection,), own)
 
-    return {"http": Pool, "https": SecurePool}
+    return {"http": GuardedPool, "https": GuardedSecurePool}
 
 
 # ---- requests -----------------------------------------------------------------------------------
 
 
 class Response(Closing):
-    """An answer whose body is read piece by piece. Close it unless it was read to its end."""
+    """Answer whose body is read piece by piece. Close it unless it was read to its end."""
 
     def __init__(self, raw: urllib3.BaseHTTPResponse, url: str, wait_budget: WaitBudget) -> None:
         self._raw = raw
         self._wait_budget = wait_budget
         self.url = url
-        """What was asked for; a secret, where another server sent us there."""
+        """URL of the request; secret if it comes from a redirect."""
         self.server = _netloc(url)
         """The server that answered, for messages."""
         self.status = raw.status
         self.headers: Mapping[str, str] = raw.headers
 
     def wait_at_most(self, seconds: float) -> None:
-        """Limit each wait for bytes of the body to so long."""
+        """Limit each wait for bytes of the body to `seconds`."""
         sock = getattr(self._raw.connection, "sock", None)
         if sock is not None:
             sock.settimeout(seconds)
@@ -303,18 +308,18 @@ class Response(Closing):
     def read(self, size_bytes: int) -> bytes:
         """Return the bytes that have arrived, at most `size_bytes`; b"" at the end.
 
-        Raises: UnavailableError when the body is cut off, DeadlineError when nothing comes.
+        Raises: UnavailableError if the body is cut off; DeadlineError if no bytes come.
         """
         began_s = time.monotonic()
         try:
-            # None is an answer of its type, but not of its code.
+            # By its type `read1` may return None; its code never does.
             return self._raw.read1(size_bytes, decode_content=False) or b""
         except (exceptions.HTTPError, OSError, ValueError) as error:
             self._wait_budget.spend(time.monotonic() - began_s)
             raise _error(error, self.server) from error
 
     def read_all(self, size_max_bytes: int, deadline_s: float) -> bytes:
-        """Return the whole body. Raises: CorruptError where it is larger; as `read`."""
+        """Return the whole body. Raises: CorruptError if it is larger; as `read`."""
         ends = time.monotonic() + deadline_s
         pieces: list[bytes] = []
         size_bytes = 0
@@ -330,19 +335,21 @@ class Response(Closing):
         return b"".join(pieces)
 
     def unavailable(self, message: str) -> UnavailableError:
-        """Return the error of a server that could not answer now, with its `Retry-After`."""
+        """Return an UnavailableError with the answer's `Retry-After`."""
         error = UnavailableError(message)
         error.retry_after_s = retry_after_s(self.headers.get("Retry-After"), datetime.now(UTC))
         return error
 
     def close(self) -> None:
-        """Give the connection up. Idempotent, never raises."""
+        """Close the connection unless the body was read to its end. Idempotent, never raises."""
         self._raw.close()
 
 
-class _Upload(io.RawIOBase):
-    """A body that is sent within a deadline: a server that takes a byte now and then would hold its
-    sender for ever."""
+class _DeadlineBody(io.RawIOBase):
+    """Body of a request that must be sent within a deadline.
+
+    Without it, a server that takes a byte now and then would hold the sender for ever.
+    """
 
     def __init__(self, body: BinaryIO, server: str, seconds: float) -> None:
         super().__init__()
@@ -352,7 +359,6 @@ class _Upload(io.RawIOBase):
         self._ends_s = time.monotonic() + seconds
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def read(self, size: int = -1, /) -> bytes:
@@ -363,17 +369,17 @@ class _Upload(io.RawIOBase):
 
 
 class Transport(Closing):
-    """Connections to one `Server`, and to others on its behalf."""
+    """Connections to one `HttpServer`, and to servers that it redirects to."""
 
     def __init__(
-        self, server: Server, deadline_s: float, wait_budget: WaitBudget | None = None
+        self, server: HttpServer, deadline_s: float, wait_budget: WaitBudget | None = None
     ) -> None:
         """Make a transport; no server is asked.
 
         Args:
-            server: The server, and how it is reached.
-            deadline_s: Seconds within which the head of an answer comes, and a body is taken.
-            patience: Seconds that all requests which bring nothing may take together.
+            server: The server.
+            deadline_s: Deadline of the head of an answer, and of sending a body.
+            wait_budget: Seconds that all unsuccessful requests may take together.
         """
         self._server = server
         self._deadline_s = deadline_s
@@ -382,13 +388,13 @@ class Transport(Closing):
         self._origin = (parts.scheme, parts.netloc)
         port = parts.port or urllib3.connection.port_by_scheme[parts.scheme]
         self._own = ((parts.hostname or "").lower(), port)
-        # Until it has been seen, as behind a proxy: what may lead to the least.
+        # Until its address is known (never, behind a proxy): the reach that may redirect least.
         self._own_reach = literal_reach(self._own[0]) or Reach.EVERYBODY
         self._managers: dict[str, urllib3.PoolManager] = {}
         self._lock = threading.Lock()
 
     def is_own(self, url: str) -> bool:
-        """Tell whether `url` is one of the server itself."""
+        """Return whether `url` is on the server itself."""
         return urlsplit(url)[:2] == self._origin
 
     def request(
@@ -402,11 +408,11 @@ class Transport(Closing):
     ) -> Response:
         """Send one request and return the answer, which may be a redirect.
 
-        The headers of the server are not added. The answer's head may take the deadline and
-        `more_s`.
+        The headers of the server are not added. The answer's head may come `more_s` after the
+        deadline.
 
-        Raises: UnavailableError, DeadlineError; PermissionDeniedError for a certificate that is
-        not trusted, and for a server that this one may not send us to; InvalidInputError.
+        Raises: UnavailableError, DeadlineError; PermissionDeniedError for an untrusted certificate,
+        or a server that this one may not redirect to; InvalidInputError.
         """
         parts = urlsplit(url)
         reach = literal_reach(parts.hostname or "")
@@ -414,15 +420,15 @@ class Transport(Closing):
             self._check(reach, parts.hostname or "")
         server = _netloc(url)
         given = {"Accept-Encoding": "identity", "User-Agent": "bootseer", **headers}
-        sent: bytes | _Upload | None
+        sent: bytes | _DeadlineBody | None
         if body is None or (isinstance(body, bytes) and len(body) <= _AT_ONCE_BYTES):
             sent = body
         else:
             if isinstance(body, bytes):
-                # In pieces: a socket's time-out counts for all that it is given at once.
+                # Sent in pieces, because a socket's time-out covers everything sent at once.
                 given.setdefault("Content-Length", str(len(body)))
                 body = io.BytesIO(body)
-            sent = _Upload(body, server, self._deadline_s + more_s)
+            sent = _DeadlineBody(body, server, self._deadline_s + more_s)
         manager = self._manager(parts.scheme, parts.hostname or "")
         left_s = self._wait_budget.left_s
         if left_s <= 0:
@@ -465,7 +471,7 @@ class Transport(Closing):
     ) -> Response:
         """Send a request, follow redirects of GET and HEAD, and return the answer.
 
-        `own_headers` and the server's are sent to the server itself alone.
+        `own_headers` and the server's headers are sent to the server itself only.
 
         Raises: as `request`; PermissionDeniedError for a redirect from TLS to plain HTTP.
         """
@@ -479,12 +485,12 @@ class Transport(Closing):
             response.close()
             url = joined(url, response.headers.get("Location", ""), self._server.name)
             if method not in ("GET", "HEAD") or urlsplit(url).scheme not in ("http", "https"):
-                raise UnavailableError(f"{response.server} redirects to where we cannot go")
+                raise UnavailableError(f"{response.server} redirects to a URL that is not allowed")
         raise UnavailableError(f"{self._server.name} redirects without end")
 
     def _check(self, reach: Reach, server: str) -> None:
-        """Raises: PermissionDeniedError."""
-        if not may_lead(self._own_reach, reach):
+        """Raise PermissionDeniedError if a redirect to an address with `reach` is not allowed."""
+        if not may_redirect(self._own_reach, reach):
             raise PermissionDeniedError(
                 f"{self._server.name} sends us to {server}, which is in {reach}, and it is not "
                 "there itself; refused"
@@ -506,8 +512,8 @@ class Transport(Closing):
         proxy = self._server.proxy
         if proxy is None:
             proxy = proxy_for(scheme, host)
-        # Plain HTTP must not pay for reading the system's certificates, nor fail for want of ours.
-        # A forked child shares no connection with its parent.
+        # Plain HTTP needs no certificates, and must not fail if they cannot be read. A forked child
+        # must not use connections of its parent.
         key = f"{os.getpid()} {scheme} {proxy}"
         with self._lock:
             manager = self._managers.get(key)
@@ -530,7 +536,7 @@ class Transport(Closing):
             proxy_headers=urllib3.make_headers(proxy_basic_auth=login) if login else None,
             **make.keywords,
         )
-        # What a name means behind a proxy is for that to judge.
+        # The proxy resolves names, so their addresses cannot be checked here.
         manager.pool_classes_by_scheme = _pool_classes(lambda host, port, sock: None)
         return manager
 
@@ -573,23 +579,23 @@ def _netloc(url: str) -> str:
 
 
 def joined(base_url: str, path: str, server: str) -> str:
-    """Return the URL, in full, that the `server` at `base_url` gave.
+    """Return the absolute URL of a link that the `server` at `base_url` gave.
 
-    Raises: UnavailableError where it is none; PermissionDeniedError where it leaves what is
-    encrypted.
+    Raises: UnavailableError if it is not a URL; PermissionDeniedError if it leads from TLS to plain
+    HTTP.
     """
     try:
         url = urljoin(base_url, path)
         parts = urlsplit(url)
     except ValueError as error:
-        raise UnavailableError(f"{server} sends us to what is no URL") from error
+        raise UnavailableError(f"{server} redirects to an invalid URL") from error
     if base_url.startswith("https:") and parts.scheme == "http" and not is_loopback(parts.netloc):
         raise PermissionDeniedError(f"{server} sends us to {_netloc(url)} unencrypted; refused")
     return url
 
 
 def proxy_for(scheme: str, host: str) -> str:
-    """Return what HTTPS_PROXY, HTTP_PROXY and NO_PROXY say; "" for a direct connection."""
+    """Return the proxy by HTTPS_PROXY, HTTP_PROXY and NO_PROXY; "" for a direct connection."""
     if is_loopback(f"[{host}]" if ":" in host else host):
         return ""
     proxies = urllib.request.getproxies_environment()
@@ -600,7 +606,7 @@ def proxy_for(scheme: str, host: str) -> str:
 
 
 def _error(error: BaseException, server: str, ca_advice: str = "") -> BootseerError:
-    """Return the Bootseer error for an error of urllib3, without the URL in its message."""
+    """Convert an error of urllib3 to a BootseerError, without the URL in its message."""
     if isinstance(error, exceptions.LocationValueError | UnicodeError):
         return InvalidInputError(f"{server} cannot be the name of a server")
     if isinstance(error, exceptions.TimeoutError | TimeoutError) and not isinstance(
@@ -626,8 +632,7 @@ def _error(error: BaseException, server: str, ca_advice: str = "") -> BootseerEr
 
 
 def retry_after_s(header: str | None, now: datetime) -> float:
-    """Return the seconds that `Retry-After` asks for (RFC 9110, 10.2.3): a number or a date; 0
-    where it says nothing that can be understood."""
+    """Return the seconds in `Retry-After` (RFC 9110, 10.2.3), a number or a date; 0 if invalid."""
     text = (header or "").strip()
     if text.isascii() and text.isdigit():
         return float(text[:9])
@@ -636,7 +641,7 @@ def retry_after_s(header: str | None, now: datetime) -> float:
 
 
 def date_of(header: str) -> datetime | None:
-    """Return the date that a header says (RFC 9110, 5.6.7); None where it says none."""
+    """Return the date in a header (RFC 9110, 5.6.7), or None."""
     try:
         when = email.utils.parsedate_to_datetime(header)
     except (ValueError, TypeError, IndexError, OverflowError):

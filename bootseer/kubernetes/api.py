@@ -19,7 +19,7 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from bootseer.http.transport import Server, Transport
+from bootseer.http.transport import HttpServer, Transport
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Directory of the service account's token, certificate and namespace in a pod."""
@@ -48,7 +48,7 @@ class Api:
                 f"cannot read {account}: {error.strerror}; run this in a pod with a service account"
             ) from error
         self._transport = Transport(
-            Server(
+            HttpServer(
                 "the API server",
                 self._url,
                 ca_files=(authority,),

@@ -25,7 +25,7 @@ from bootseer.timeline.otlp import LIVE
 
 if TYPE_CHECKING:
     # A start without checkpoints does not load these.
-    from bootseer.fuse.striped.mounted.job_mount import Mounted
+    from bootseer.fuse.striped.mounted.job_mount import JobMounted
     from bootseer.served.processes import Process
 
 _log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class CheckpointMounts:
         ]
         self._processes: list[Process] = []
         self._answered: set[int] = set()
-        self._mounted: dict[int, Mounted] = {}
+        self._mounted: dict[int, JobMounted] = {}
 
     def start(self) -> None:
         """Begin a mount process for each folder; do not wait. Raises: BootseerError."""
@@ -141,10 +141,10 @@ class CheckpointMounts:
         if number in self._answered:
             return
         self._answered.add(number)
-        from bootseer.fuse.striped.mounted.job_mount import Mounted
+        from bootseer.fuse.striped.mounted.job_mount import JobMounted
 
         try:
-            mounted = self._processes[number].wait(timeout_s, Mounted)
+            mounted = self._processes[number].wait(timeout_s, JobMounted)
         except DeadlineError as error:
             raise DeadlineError(
                 "the checkpoint folders were not mounted within the deadline; "

@@ -1,10 +1,10 @@
-"""`RegistryClient`: one repository of a registry, whichever of its servers answers.
+"""Client of one repository of a registry, which is served by the registry itself and by mirrors.
 
-Servers are asked as configured, those that failed lately last. What the registry itself says (not
-found, no access) is final; what a mirror says is so only when no other server knows better. Rounds
-over all servers follow the policy of attempts. What a digest names is verified before it is
-returned, and asked for elsewhere where it is wrong; only files (`file`) are left to their readers.
-Thread-safe.
+Servers are asked in the configured order, except that servers which failed lately come last. An
+answer such as "not found" or "no access" is final from the registry itself; from a mirror, only if
+no other server has a better answer. The policy of attempts decides about further rounds over all
+servers. Manifests and blobs are verified before they are returned, and requested from another
+server if they are wrong; the bytes of `file` are verified by their reader. Thread-safe.
 
 The protocol: github.com/opencontainers/distribution-spec, version 1.1.
 """
@@ -33,7 +33,7 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
-from bootseer.http.ranges import Range, RangedFile
+from bootseer.http.ranges import RangedFile, RangeResponse
 from bootseer.registry.credentials import Credential, find_credential
 from bootseer.registry.documents import (
     INDEX_TYPE,
@@ -45,9 +45,9 @@ from bootseer.registry.documents import (
     manifest_for_this_machine,
     parse_object,
 )
-from bootseer.registry.hosts import DEFAULT_HOSTS_DIR, Host, load_hosts
+from bootseer.registry.hosts import DEFAULT_HOSTS_DIR, RegistryHost, load_hosts
 from bootseer.registry.reference import Reference
-from bootseer.registry.session import Body, Session
+from bootseer.registry.session import Body, RegistrySession
 from bootseer.transfer.pace import Pace
 from bootseer.transfer.policy import REQUEST, Attempts, Policy
 
@@ -58,10 +58,10 @@ MANIFEST_BYTES_MAX = 8 * 2**20
 _ACCEPTED = ", ".join((*INDEX_TYPES, *MANIFEST_TYPES))
 _PAGES_MAX = 1000
 _UPLOAD_BYTES_PER_S = 5_000_000
-"""What an upload may be as slow as, including what the registry does with it at its end: those on
-object stores copy a blob then."""
-_GIVERS_MAX = 1000
-"""More than are read between two looks at one blob."""
+"""Slowest upload, including the time at its end in which a registry on an object store copies the
+blob."""
+_BLOB_SERVERS_MAX = 1000
+"""Blobs whose server is remembered."""
 _NEXT = re.compile(r'<([^<>]*)>\s*;[^<]*\brel="?next\b')
 
 
@@ -74,7 +74,7 @@ class RegistryClient(Closing):
     def __init__(
         self,
         repository: str,
-        hosts: Sequence[Host],
+        hosts: Sequence[RegistryHost],
         *,
         find_login: Callable[[str, str], Credential | None] = find_credential,
         deadline_s: float = 60.0,
@@ -93,26 +93,30 @@ class RegistryClient(Closing):
         """
         own = next((host for host in hosts if host.is_registry), hosts[-1])
         self.name = f"{own.name}/{repository}"
-        """For messages."""
+        """Name of the repository in messages."""
         self._deadline_s = deadline_s
         self._policy = policy
         wait_budget = wait_budget or WaitBudget()
         self._sessions = [
-            Session(host, repository, find_login, deadline_s, wait_budget) for host in hosts
+            RegistrySession(host, repository, find_login, deadline_s, wait_budget) for host in hosts
         ]
         self._pace = Pace()
-        self._givers: OrderedDict[str, Callable[[], None]] = OrderedDict()
-        """Per blob read from its start lately: notes a failure of the server that gave it."""
+        self._note_blob_failure: OrderedDict[str, Callable[[], None]] = OrderedDict()
+        """Digest of a blob read lately -> function that notes a failure of the blob's server."""
         self._has_referrers = True
-        """Until the registry says that it has no such thing."""
+        """Whether the registry may have the referrers API."""
 
     def _ask(
-        self, capability: str, function: Callable[[Session], _Result], *, more_s: float = 0.0
+        self,
+        capability: str,
+        function: Callable[[RegistrySession], _Result],
+        *,
+        more_s: float = 0.0,
     ) -> _Result:
-        """Return what `function` returns for the first server with `capability` for which it
-        succeeds. No round begins later than the deadline and `more_s`.
+        """Call `function` for servers with `capability` until one succeeds; return its result.
 
-        Raises: what `function` raised; UnsupportedError where no server has the capability.
+        No round over the servers begins later than `more_s` after the deadline. Raises: the error
+        of `function`; UnsupportedError if no server has the capability.
         """
         attempts = Attempts(self._policy, self._deadline_s + more_s)
         while True:
@@ -128,11 +132,11 @@ class RegistryClient(Closing):
     def _ask_each(
         self,
         capability: str,
-        function: Callable[[Session], _Result],
+        function: Callable[[RegistrySession], _Result],
         *,
         is_second: bool = False,
     ) -> _Result:
-        """Ask each server once. `is_second`: the first one is late, and asked last.
+        """Ask each server once. `is_second`: ask the first server last, because it is late.
 
         Raises: as `_ask`.
         """
@@ -154,7 +158,7 @@ class RegistryClient(Closing):
                     raise
                 final = error
         if transient:
-            # The one that asks for the shortest wait.
+            # The error with the shortest wait.
             raise min(reversed(transient), key=lambda e: getattr(e, "retry_after_s", 0.0))
         assert final is not None
         raise final
@@ -162,18 +166,19 @@ class RegistryClient(Closing):
     def manifest(self, target: str, *, for_update: bool = False) -> Document:
         """Return the manifest or index that a tag or a digest names.
 
-        `for_update`: ask a server that may be written to, not a mirror that remembers.
+        `for_update`: ask a server that takes uploads instead of a mirror, which may be outdated.
 
         Raises: NotFoundError, PermissionDeniedError, UnavailableError, DeadlineError,
-        CorruptError where it is not what the digest says.
+        CorruptError if the document does not have the digest.
         """
         by_digest = ":" in target
 
-        def get(session: Session) -> Document:
+        def get(session: RegistrySession) -> Document:
             response = session.open("GET", f"manifests/{target}", headers={"Accept": _ACCEPTED})
             data = response.read_all(MANIFEST_BYTES_MAX, self._deadline_s)
-            said = response.headers.get("Docker-Content-Digest", "")
-            expected = target if by_digest else said
+            expected = target
+            if not by_digest:
+                expected = response.headers.get("Docker-Content-Digest", "")
             digest = digest_of(data, expected.partition(":")[0] or "sha256")
             if expected and digest != expected:
                 raise CorruptError(f"{session.name}: the manifest {target} has the digest {digest}")
@@ -185,18 +190,20 @@ class RegistryClient(Closing):
         return self._ask("pull" if by_digest else "resolve", get)
 
     def for_this_machine(self, document: Document, where: str) -> Document:
-        """Return the manifest for this machine: `document`, or one that it leads to as an index.
+        """Return the manifest for this machine: `document`, or a manifest that this index leads to.
 
-        `where`: what to call the image in messages. Raises: as `manifest_for_this_machine`, and
+        `where`: name of the image in messages. Raises: as `manifest_for_this_machine` and
         `manifest`.
         """
         return manifest_for_this_machine(document, lambda one: self.manifest(one.digest), where)
 
     def resolve(self, tag: str) -> str:
-        """Return the digest of the manifest that `tag` names now; most registries tell it without
-        sending the manifest. Raises: as `manifest`."""
+        """Return the digest of the manifest that `tag` names now. Raises: as `manifest`.
 
-        def head(session: Session) -> str:
+        Most registries send the digest without the manifest.
+        """
+
+        def head(session: RegistrySession) -> str:
             response = session.open("HEAD", f"manifests/{tag}", headers={"Accept": _ACCEPTED})
             response.close()
             return response.headers.get("Docker-Content-Digest", "")
@@ -207,7 +214,7 @@ class RegistryClient(Closing):
     def blob(self, digest: str, size_max_bytes: int) -> bytes:
         """Return a small blob, verified. Raises: as `manifest`."""
 
-        def get(session: Session) -> bytes:
+        def get(session: RegistrySession) -> bytes:
             response = session.open("GET", f"blobs/{digest}")
             data = response.read_all(size_max_bytes, self._deadline_s)
             if digest_of(data, digest.partition(":")[0]) != digest:
@@ -217,8 +224,11 @@ class RegistryClient(Closing):
         return self._ask("pull", get)
 
     def file(self, digest: str, size_bytes: int) -> RangedFile:
-        """Return a blob of `size_bytes` to be read by ranges, or in order. Its size is checked, its
-        digest is not: who reads it to its end, and finds it wrong, opens it again."""
+        """Return a blob as a file that is read by ranges or in order.
+
+        The size is checked, the digest is not. A reader that finds a wrong digest opens the file
+        again.
+        """
         return RangedFile(
             partial(self._ask_range, digest, size_bytes),
             size_bytes,
@@ -229,31 +239,31 @@ class RegistryClient(Closing):
         )
 
     def open(self, digest: str, size_bytes: int) -> BinaryIO:
-        """Return a whole blob of `size_bytes` to be read in order. `read` raises as `manifest`.
+        """Open a blob for reading from start to end. `read` raises as `manifest`.
 
-        When the same blob is opened again, another server is asked first: the last one gave wrong
-        bytes.
+        If the same blob is opened again, another server is asked first, because the last one sent
+        wrong bytes.
         """
-        if blame := self._givers.pop(digest, None):
-            blame()
+        if note_failure := self._note_blob_failure.pop(digest, None):
+            note_failure()
         return self.file(digest, size_bytes).open()
 
     def _ask_range(
         self, digest: str, size_bytes: int, start: int, end: int, is_second: bool
-    ) -> Range:
-        def get(session: Session) -> Range:
+    ) -> RangeResponse:
+        def get(session: RegistrySession) -> RangeResponse:
             headers = {"Range": f"bytes={start}-{end - 1}"}
             response = session.open("GET", f"blobs/{digest}", headers=headers)
             name = f"{session.name}@{digest[:19]}"
-            found = Range(
+            found = RangeResponse(
                 response, name, start, end, size_bytes=size_bytes, blame=session.note_failure
             )
             if start == 0:
-                self._givers[digest] = session.note_failure
-                # A server that lives for weeks reads blobs without number.
-                while len(self._givers) > _GIVERS_MAX:
-                    with contextlib.suppress(KeyError):  # another thread was faster
-                        self._givers.popitem(last=False)
+                self._note_blob_failure[digest] = session.note_failure
+                # A process that lives for weeks reads any number of blobs.
+                while len(self._note_blob_failure) > _BLOB_SERVERS_MAX:
+                    with contextlib.suppress(KeyError):  # Another thread was faster.
+                        self._note_blob_failure.popitem(last=False)
             return found
 
         return self._ask_each("pull", get, is_second=is_second)
@@ -261,10 +271,8 @@ class RegistryClient(Closing):
     def referrers(self, digest: str, artifact_type: str) -> list[Mapping[str, Any]]:
         """Return descriptors of the artifacts of `artifact_type` whose subject is a manifest.
 
-        They come in no order, and are not verified: through the referrers API, or from the tag that
-        stands in for it.
-
-        Raises: as `manifest`, but for NotFoundError.
+        They come from the referrers API, or from the tag that replaces it, in no order, and are not
+        verified. Raises: as `manifest`, except NotFoundError.
         """
         pages: list[Mapping[str, Any]] = []
         if self._has_referrers:
@@ -283,8 +291,10 @@ class RegistryClient(Closing):
         ]
 
     def tagged_referrers(self, digest: str, *, for_update: bool = False) -> list[Any]:
-        """Return the list under the tag that stands in for the referrers API, of any type; [] where
-        there is no such tag. Raises: as `manifest`, but for NotFoundError."""
+        """Return the list under the tag that replaces the referrers API; [] without such a tag.
+
+        Raises: as `manifest`, except NotFoundError.
+        """
         try:
             data = self.manifest(fallback_tag(digest), for_update=for_update).data
         except NotFoundError:
@@ -293,15 +303,17 @@ class RegistryClient(Closing):
         return entries if isinstance(entries, list) else []
 
     def tag_referrers(self, digest: str, entries: Sequence[Any]) -> None:
-        """Replace that list. Raises: as `push_blob`; InvalidInputError where a manifest that it
-        names is missing."""
+        """Replace the list that `tagged_referrers` returns.
+
+        Raises: as `push_blob`; InvalidInputError if a manifest in the list is missing.
+        """
         index = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": list(entries)}
         self.push_manifest(fallback_tag(digest), INDEX_TYPE, json.dumps(index).encode())
 
     def _pages(
         self, capability: str, path: str, query: Mapping[str, str]
     ) -> Iterator[Mapping[str, Any]]:
-        def get(session: Session) -> tuple[Mapping[str, Any], str]:
+        def get(session: RegistrySession) -> tuple[Mapping[str, Any], str]:
             response = session.open("GET", url, query=query)
             data = response.read_all(MANIFEST_BYTES_MAX, self._deadline_s)
             link = _NEXT.search(response.headers.get("Link", ""))
@@ -317,7 +329,7 @@ class RegistryClient(Closing):
         raise CorruptError(f"{self.name}: the list at {path} has no end")
 
     def push_blob(self, digest: str, data: bytes | Path) -> None:
-        """Upload a blob in one piece, unless the registry has it. Durable when it returns.
+        """Upload a blob in one piece, unless the registry has it. It is durable on return.
 
         Raises: PermissionDeniedError, UnavailableError, DeadlineError, InvalidInputError.
         """
@@ -325,7 +337,7 @@ class RegistryClient(Closing):
         more_s = size_bytes / _UPLOAD_BYTES_PER_S
         body: Body = partial(_open_file, data) if isinstance(data, Path) else data
 
-        def push(session: Session) -> None:
+        def push(session: RegistrySession) -> None:
             try:
                 session.open("HEAD", f"blobs/{digest}").close()
                 return
@@ -349,10 +361,13 @@ class RegistryClient(Closing):
         self._ask("push", push, more_s=more_s)
 
     def push_manifest(self, target: str, media_type: str, data: bytes) -> bool:
-        """Store a manifest under a tag or its digest. Return True where the registry says that it
-        lists the manifest among the referrers of its subject. Raises: as `push_blob`."""
+        """Store a manifest under a tag or its digest.
 
-        def push(session: Session) -> bool:
+        Returns: True if the registry says that it lists the manifest among its subject's referrers.
+        Raises: as `push_blob`.
+        """
+
+        def push(session: RegistrySession) -> bool:
             headers = {"Content-Type": media_type}
             response = session.open("PUT", f"manifests/{target}", headers=headers, body=data)
             response.close()
@@ -363,10 +378,10 @@ class RegistryClient(Closing):
     def delete_manifest(self, digest: str) -> None:
         """Remove a manifest; a missing one is no error.
 
-        Raises: UnsupportedError where the registry does not allow it; as `push_blob`.
+        Raises: UnsupportedError if the registry does not allow it; as `push_blob`.
         """
 
-        def delete(session: Session) -> None:
+        def delete(session: RegistrySession) -> None:
             session.open("DELETE", f"manifests/{digest}").close()
 
         with contextlib.suppress(NotFoundError):
@@ -385,7 +400,7 @@ def open_registry_client(
     deadline_s: float = 60.0,
     wait_budget: WaitBudget | None = None,
 ) -> RegistryClient:
-    """Return a client for the repository of `reference`; nothing is asked yet.
+    """Return a client for the repository of `reference`; no server is asked.
 
     Raises: InvalidInputError, PermissionDeniedError for a hosts file that cannot be used.
     """

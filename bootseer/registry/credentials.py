@@ -1,9 +1,10 @@
 """Credentials for a registry, as `docker login`, `podman login` and credential helpers keep them.
 
-A secret is in no message, log or argument list: helpers (`docker-credential-NAME get`) are asked
-through a pipe, a `Credential` shows nothing of itself, and logins that were found are hidden in all
-messages of the process from then on (`base.redact`). A file or helper that fails costs a warning,
-never the operation: the registry may well answer without credentials. Thread-safe.
+Secrets never reach a message, log or argument list: helpers (`docker-credential-NAME get`) are
+called through a pipe, the representation of a `Credential` hides its secrets, and logins that were
+found are hidden in all later messages of the process (`base.redact`). If a file or helper fails, a
+warning is logged and the operation goes on, because a registry may answer without credentials.
+Thread-safe.
 """
 
 import base64
@@ -34,7 +35,7 @@ _REAP_S = 5.0
 _FILE_BYTES_MAX = 2**20
 _OUTPUT_BYTES_MAX = 2**24
 _HUB_SERVER = "https://index.docker.io/v1/"
-"""What Docker has always called the Hub in its files and to its helpers."""
+"""Docker's name of the Hub in its files and for its helpers."""
 _HELPER = re.compile("[A-Za-z0-9][A-Za-z0-9._-]*")
 _TOKEN_USER = "<token>"
 
@@ -45,14 +46,13 @@ class Credential(Struct, frozen=True):
     username: str
     password: str = ""
     identity_token: str = ""
-    """An OAuth2 refresh token; "" where there is a password."""
+    """An OAuth2 refresh token; "" if there is a password."""
 
     def __repr__(self) -> str:
-        # No secrets in logs.
         return f"Credential(username={self.username!r})"
 
 
-class _Answer(Struct, frozen=True, rename="pascal"):
+class _HelperAnswer(Struct, frozen=True, rename="pascal"):
     username: str
     secret: str
 
@@ -60,15 +60,15 @@ class _Answer(Struct, frozen=True, rename="pascal"):
         return "a helper's answer"
 
 
-_ANSWER: DocumentFormat[_Answer] = DocumentFormat(
-    type=_Answer, size_max=_FILE_BYTES_MAX, is_foreign=True
+_ANSWER: DocumentFormat[_HelperAnswer] = DocumentFormat(
+    type=_HelperAnswer, size_max=_FILE_BYTES_MAX, is_foreign=True
 )
 
 
 def find_credential(
     host: str, repository: str, environ: Mapping[str, str] = os.environ
 ) -> Credential | None:
-    """Return the login for `repository` on `host`, or None where none is configured.
+    """Return the login for `repository` on `host`, or None if none is configured.
 
     May run a helper for `HELPER_DEADLINE_S`.
     """
@@ -82,7 +82,7 @@ def find_credential(
 
 
 def _files(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Yield the files in which a login may be, the strongest first."""
+    """Yield the files that may hold logins, in order of precedence."""
     if environ.get("REGISTRY_AUTH_FILE"):
         yield Path(environ["REGISTRY_AUTH_FILE"])
     if environ.get("DOCKER_CONFIG"):
@@ -161,7 +161,7 @@ def _from_helper(config: Mapping[str, Any], host: str, path: Path) -> Credential
         _log.warning("cannot run %s, which %s asks for: %s", program, path, error.strerror)
         return None
     if code != 0:
-        # The protocol's way to say that it knows no login; its reason is not for logs.
+        # The helper has no login. Its message may hold secrets.
         _log.debug("%s has no login for %s", program, server)
         return None
     try:
@@ -193,7 +193,7 @@ def _from_auths(
 
 
 def _plain_name(key: str) -> str:
-    """ "https://index.docker.io/v1/" -> "docker.io"; "https://host:5000" -> "host:5000"."""
+    """Return "docker.io" for "https://index.docker.io/v1/", and so on for other servers."""
     name = re.sub("^https?://", "", key)
     name = re.sub("/v[12]/?$", "", name).rstrip("/")
     first, slash, rest = name.partition("/")
@@ -217,7 +217,7 @@ def _from_entry(entry: Mapping[str, Any], path: Path) -> Credential | None:
         if not colon:
             _log.warning("%s has a login that is not base64 of USER:PASSWORD; it is not used", path)
             return None
-        # Docker pads what it writes on Windows.
+        # Docker on Windows pads passwords.
         password = password.rstrip("\0")
     if text("identitytoken"):
         return Credential(username, identity_token=text("identitytoken"))

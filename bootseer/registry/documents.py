@@ -1,8 +1,7 @@
-"""Manifests and indexes of manifests: types and digests, the JSON of indexes, and the one manifest
-of an index that suits this machine. Pure but for asking what machine this is.
+"""Manifests and indexes: media types, digests, parsing, and the choice of a platform.
 
-Nothing in a document is believed: every type, count and size is checked, and digests are checked by
-`verified` before a document is parsed.
+Documents are untrusted: every type, count and size is checked, and `verified` compares digests
+before a document is parsed. Pure but for reading the machine's architecture.
 """
 
 import hashlib
@@ -34,15 +33,15 @@ _ARCHITECTURES = {
     "i686": "386",
     "loongarch64": "loong64",
 }
-# The variants of an architecture in the order of preference; others come last. Any machine runs
-# what names no variant of amd64, and arm64 has only ever had v8.
+# Variants of an architecture in order of preference; other variants come last. Any amd64 machine
+# runs an image without a variant, and v8 is the only variant of arm64.
 _VARIANTS = {"amd64": ("", "v1"), "arm64": ("v8", ""), "arm": ("v7", "v6", "v5", "")}
 
 T = TypeVar("T")
 
 
 class Descriptor(Struct, frozen=True):
-    """Points to bytes by digest and size; `tag` and `architecture` as an index annotates them."""
+    """Reference to stored bytes by digest and size, with the annotations of an index."""
 
     digest: str
     size_bytes: int
@@ -62,7 +61,7 @@ class Document(Struct, frozen=True):
 
 
 def verified(data: bytes, expected: Descriptor, where: str) -> bytes:
-    """`data` if it has the digest and size that `expected` gives. Raises: CorruptError."""
+    """Return `data` if it has the digest and size of `expected`. Raises: CorruptError."""
     found = digest_of(data, expected.digest.partition(":")[0])
     if found != expected.digest or expected.size_bytes != len(data):
         raise CorruptError(f"{where}: {expected.digest} has other contents ({len(data)} bytes)")
@@ -70,14 +69,14 @@ def verified(data: bytes, expected: Descriptor, where: str) -> bytes:
 
 
 def digest_of(data: bytes, algorithm: str = "sha256") -> str:
-    """Return the digest of `data`. Raises: CorruptError for an algorithm that OCI does not know."""
+    """Return the digest of `data`. Raises: CorruptError for an algorithm that OCI does not have."""
     if algorithm not in ("sha256", "sha512"):
         raise CorruptError(f"{algorithm[:20]!r} is no digest algorithm")
     return f"{algorithm}:{hashlib.new(algorithm, data).hexdigest()}"
 
 
 def fallback_tag(digest: str) -> str:
-    """Return the tag under which a registry without the referrers API keeps the list of them."""
+    """Return the tag of the list of referrers in a registry without the referrers API."""
     return digest.replace(":", "-", 1)
 
 
@@ -88,19 +87,18 @@ def parse_object(data: bytes, where: str) -> Mapping[str, Any]:
     except CorruptError:
         document = None
     if not isinstance(document, dict):
-        raise CorruptError(f"{where} sent what is not a JSON object")
+        raise CorruptError(f"{where} sent something that is not a JSON object")
     return document
 
 
 def this_architecture() -> str:
-    """Return this machine's architecture as images name it (GOARCH)."""
+    """Return this machine's architecture by its name in images (GOARCH)."""
     machine = platform.machine()
     return _ARCHITECTURES.get(machine, machine)
 
 
-def _unsuitability(system: str, architecture: str, variant: str) -> int | None:
-    """Return 0 for the platform that suits this machine best, more for others, None for those that
-    do not run."""
+def _platform_rank(system: str, architecture: str, variant: str) -> int | None:
+    """Return a platform's rank for this machine, 0 for the best; None if it does not run."""
     wanted = this_architecture()
     if architecture != wanted or system not in ("linux", ""):
         return None
@@ -119,7 +117,7 @@ class _Platform(Struct, frozen=True):
 
 
 class DescriptorForm(Struct, frozen=True):
-    """A descriptor as JSON has it."""
+    """JSON form of a descriptor."""
 
     digest: Digest
     size: Annotated[int, Meta(ge=0, le=BLOB_BYTES_MAX)]
@@ -128,7 +126,7 @@ class DescriptorForm(Struct, frozen=True):
     platform: _Platform = _Platform()
 
     def checked(self, where: str) -> Descriptor:
-        """Return it as a `Descriptor`. Raises: UnknownFormatError."""
+        """Return the `Descriptor`. Raises: UnknownFormatError."""
         if self.media_type.startswith(_SCHEMA_1):
             raise UnknownFormatError(
                 f"{where}: Docker's image format of 2015 (schema 1) is not read"
@@ -170,11 +168,11 @@ def parse_index(data: bytes, where: str) -> tuple[Descriptor, ...]:
 
 
 def pick_platform(manifests: Sequence[Descriptor], where: str) -> Descriptor:
-    """Return the one for this machine. Raises: NotFoundError, naming what there is."""
+    """Return the manifest for this machine. Raises: NotFoundError with the platforms there are."""
     fitting = [
         (rank, number)
         for number, m in enumerate(manifests)
-        if (rank := _unsuitability(m.system, m.architecture, m.variant)) is not None
+        if (rank := _platform_rank(m.system, m.architecture, m.variant)) is not None
     ]
     if fitting:
         return manifests[min(fitting)[1]]
@@ -193,11 +191,10 @@ def pick_platform(manifests: Sequence[Descriptor], where: str) -> Descriptor:
 def manifest_for_this_machine(
     document: Document, fetch: Callable[[Descriptor], Document], where: str
 ) -> Document:
-    """Return the manifest that `document` is, or that it leads to as an index, for this machine.
+    """Return the manifest for this machine: `document`, or a manifest that this index leads to.
 
-    `fetch` returns what a descriptor of an index names, whose digest it has verified. Raises:
-    NotFoundError where there is none for this platform; CorruptError, UnknownFormatError; as
-    `fetch`.
+    `fetch` returns the document of a descriptor with a verified digest. Raises: NotFoundError if
+    there is none for this platform; CorruptError, UnknownFormatError; as `fetch`.
     """
     for _ in range(_NESTING_MAX):
         if document.media_type not in INDEX_TYPES:

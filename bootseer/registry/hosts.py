@@ -1,9 +1,8 @@
-"""Servers of a registry: mirrors as containerd's `certs.d/HOST/hosts.toml` lists them.
+"""Servers of a registry: the registry and its mirrors in containerd's `certs.d/HOST/hosts.toml`.
 
-This is what is read of that file (containerd, docs/hosts.md): `server`, and per host
-`capabilities`, `skip_verify`, `ca`, `client`, `header`, `override_path`, `dial_timeout`, `proxy`;
-in a folder without that file, Docker's certificates. Files are read, nothing else is done.
-Thread-safe: functions and frozen objects only.
+These settings are read (containerd, docs/hosts.md): `server`, and for each host `capabilities`,
+`skip_verify`, `ca`, `client`, `header`, `override_path`, `dial_timeout`, `proxy`; in a folder
+without that file, Docker's certificates. Thread-safe: functions and frozen objects only.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, from_oserror
 from bootseer.http.addresses import is_loopback
-from bootseer.http.transport import Server
+from bootseer.http.transport import HttpServer
 from bootseer.registry.reference import DOCKER_HUB
 
 DEFAULT_HOSTS_DIR = Path("/etc/containerd/certs.d")
@@ -31,7 +30,7 @@ _COUNTED = re.compile(r"([0-9]{1,9}(?:\.[0-9]{0,9})?)(ns|us|µs|ms|s|m|h)")
 _DURATION = re.compile(f"(?:{_COUNTED.pattern})+")
 
 
-class Host(Server, frozen=True, kw_only=True):
+class RegistryHost(HttpServer, frozen=True, kw_only=True):
     """Server of a registry.
 
     `name` is host[:port], whose login is used. `base_url` goes up to and including `/v2`, without a
@@ -43,17 +42,17 @@ class Host(Server, frozen=True, kw_only=True):
     namespace: str = ""
     """The registry that a mirror answers for; "" for the registry itself."""
     is_registry: bool = False
-    """Whether this is the registry itself, whose word is final."""
+    """Whether this is the registry itself, whose answers are final."""
     ca_advice: str = "give its authority as `ca` in the registry's hosts.toml"
 
 
-def load_hosts(registry: str, directory: Path) -> tuple[Host, ...]:
+def load_hosts(registry: str, directory: Path) -> tuple[RegistryHost, ...]:
     """Return the servers to ask for `registry` ("docker.io", "[::1]:5000"), in order.
 
-    One of them is the registry itself, mostly the last.
+    One of them, mostly the last, is the registry itself.
 
-    Raises: InvalidInputError, PermissionDeniedError for a file that cannot be used: going round a
-    mirror that an administrator set up may be what they wanted to prevent.
+    Raises: InvalidInputError, PermissionDeniedError for a file that cannot be used. The registry is
+    not asked then, because an administrator may have set up a mirror to prevent that.
     """
     for name in (*_directory_names(registry), "_default"):
         path = directory / name / "hosts.toml"
@@ -61,7 +60,7 @@ def load_hosts(registry: str, directory: Path) -> tuple[Host, ...]:
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 if data := file.read(_FILE_BYTES_MAX + 1):
                     return parse_hosts(data, registry, path)
-            # As containerd does: the first folder counts, whatever is in it.
+            # Like containerd: the first folder counts, whatever it holds.
             table = _certificates_in(path.parent)
         except (FileNotFoundError, NotADirectoryError):
             continue
@@ -72,23 +71,22 @@ def load_hosts(registry: str, directory: Path) -> tuple[Host, ...]:
 
 
 def _certificates_in(folder: Path) -> dict[str, Any]:
-    """Return the settings of a folder of certificates, which is Docker's older way: authorities in
-    *.crt, clients' certificates in *.cert with *.key."""
+    """Return the settings of a folder with Docker's certificates: *.crt, and *.cert with *.key."""
     names = sorted(entry.name for entry in folder.iterdir())
     pairs = [
         [name, key if key in names else ""]
         for name in names
         if name.endswith(".cert")
         for key in (name.removesuffix(".cert") + ".key",)
-        # A key that only root may read is for root's logins.
+        # A user without access to a key logs in without it.
         if os.access(folder / (key if key in names else name), os.R_OK)
     ]
     return {"ca": [name for name in names if name.endswith(".crt")], "client": pairs}
 
 
 def _directory_names(registry: str) -> Sequence[str]:
-    """Return the names of folders to look for. containerd looks for "host_5000_" first, since some
-    file systems forbid colons."""
+    """Return the names of folders to look for, in order."""
+    # containerd looks for "host_5000_" first, since some file systems forbid colons.
     host, colon, port = registry.rpartition(":")
     return (f"{host}_{port}_", registry) if colon and port.isdigit() else (registry,)
 
@@ -99,7 +97,7 @@ def _default_server(registry: str) -> str:
     return f"http://{registry}" if is_loopback(registry) else f"https://{registry}"
 
 
-def parse_hosts(data: bytes, registry: str, path: Path) -> tuple[Host, ...]:
+def parse_hosts(data: bytes, registry: str, path: Path) -> tuple[RegistryHost, ...]:
     """Return the servers in a hosts file.
 
     `data` is its contents; `path` is for messages and relative names. Pure.
@@ -120,7 +118,7 @@ def parse_hosts(data: bytes, registry: str, path: Path) -> tuple[Host, ...]:
         raise InvalidInputError(f"{path}: server is not a string")
     settings = {name: value for name, value in document.items() if name not in ("server", "host")}
     own_url = _with_port(_registry_itself(settings, server, registry, path).base_url)
-    hosts: list[Host] = []
+    hosts: list[RegistryHost] = []
     own_tables: list[Mapping[str, Any]] = []
     own_place = len(tables)
     for url, table in tables.items():
@@ -130,8 +128,8 @@ def parse_hosts(data: bytes, registry: str, path: Path) -> tuple[Host, ...]:
             continue
         own_place = min(own_place, len(hosts))
         own_tables.append(table)
-    # containerd would ask the registry once for each table, and at last as the file's top says:
-    # what any of them allows is allowed.
+    # containerd would ask the registry once for each table, and last with the settings at the top
+    # of the file: the registry has the capabilities of all of them.
     merged = {name: value for one in (settings, *own_tables) for name, value in one.items()}
     merged["capabilities"] = sorted(
         set().union(*(_capabilities(one, server, path) for one in (settings, *own_tables)))
@@ -140,7 +138,7 @@ def parse_hosts(data: bytes, registry: str, path: Path) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def _registry_itself(table: Mapping[str, Any], url: str, registry: str, path: Path) -> Host:
+def _registry_itself(table: Mapping[str, Any], url: str, registry: str, path: Path) -> RegistryHost:
     return replace(_host(table, url, registry, path), namespace="", is_registry=True)
 
 
@@ -153,7 +151,7 @@ def _capabilities(table: Mapping[str, Any], url: str, path: Path) -> frozenset[s
     raise InvalidInputError(f"{path}: {url}: capabilities are of pull, resolve and push")
 
 
-def _host(table: Mapping[str, Any], url: str, registry: str, path: Path) -> Host:
+def _host(table: Mapping[str, Any], url: str, registry: str, path: Path) -> RegistryHost:
     if "://" not in url:
         url = f"http://{url}" if is_loopback(url) else f"https://{url}"
     parts = _split(url)
@@ -163,11 +161,10 @@ def _host(table: Mapping[str, Any], url: str, registry: str, path: Path) -> Host
     if not table.get("override_path") and not route.endswith("/v2"):
         route += "/v2"
     netloc = parts.netloc
-    return Host(
+    return RegistryHost(
         name=DOCKER_HUB if netloc == _HUB_SERVER else netloc,
         base_url=f"{parts.scheme}://{netloc}{route}",
         capabilities=_capabilities(table, url, path),
-        # Which registry a mirror is to answer for.
         namespace="" if netloc == registry else registry,
         verify=not table.get("skip_verify"),
         ca_files=tuple(path.parent / name for name in _names(table.get("ca"), path, "ca")),
@@ -181,21 +178,21 @@ def _host(table: Mapping[str, Any], url: str, registry: str, path: Path) -> Host
 def _split(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
-        parts.port  # noqa: B018  # raises where it is no number
+        parts.port  # noqa: B018  # Raises ValueError unless it is a number.
     except ValueError:
         parts = urlsplit("")
     return parts
 
 
 def _with_port(base_url: str) -> str:
-    """Return the URL with its port: the same text for all ways to write one server."""
+    """Return the URL with its port, so that equal servers have equal URLs."""
     parts = urlsplit(base_url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return f"{parts.scheme}://{parts.hostname}:{port}{parts.path}"
 
 
 def _duration_s(value: object, path: Path) -> float | None:
-    """Return the seconds of a duration as Go writes it ("1.5s", "1m30s"); None for none."""
+    """Parse a duration in Go's notation ("1.5s", "1m30s"); return None for none."""
     if value is None or value == "":
         return None
     if isinstance(value, str) and _DURATION.fullmatch(value):
@@ -210,12 +207,12 @@ def _proxy(value: object, path: Path) -> str | None:
     parts = _split(value if isinstance(value, str) else "")
     if parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/"):
         return parts.geturl().rstrip("/")
-    # Its login, if it has one, is not for messages.
+    # The message must not quote the URL, which may hold a login.
     raise InvalidInputError(f"{path}: proxy is no URL such as http://proxy:8080")
 
 
 def _names(value: object, path: Path, what: str) -> list[str]:
-    """Return the names in `value`, which is one or a list of them."""
+    """Return the names in `value`, a name or a list of names."""
     names = [value] if isinstance(value, str) else value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InvalidInputError(f"{path}: {what} is neither a file nor a list of files")
@@ -223,8 +220,7 @@ def _names(value: object, path: Path, what: str) -> list[str]:
 
 
 def _certificates(value: object, path: Path) -> list[tuple[Path, Path | None]]:
-    """Return pairs of certificate and key out of one file, several, or pairs ("" as the key where
-    the file has both)."""
+    """Return (certificate, key) of a file, of several, or of pairs; None as key if in one file."""
     pairs = value if isinstance(value, list) else [value] if value else []
     found: list[tuple[Path, Path | None]] = []
     for pair in pairs:

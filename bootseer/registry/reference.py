@@ -1,7 +1,7 @@
-"""Names of images in registries, as Docker writes them. Pure (no I/O).
+"""Names of images in registries, in Docker's notation. Pure (no I/O).
 
-The defaults are Docker's: a name without a host is on Docker Hub, one without "/" there is an
-official image (`library/`), one without tag and digest means `latest`.
+The defaults are Docker's: a name without a host is on Docker Hub, a name without "/" is an
+official image there (`library/`), and a name without tag and digest means `latest`.
 """
 
 import ipaddress
@@ -14,7 +14,7 @@ from bootseer.errors import InvalidInputError
 DOCKER_HUB = "docker.io"
 _HUB_ALIASES = (DOCKER_HUB, "index.docker.io", "registry-1.docker.io")
 _NAME_CHARACTERS_MAX = 255
-"""The length of host and repository together: what every registry and engine accepts."""
+"""Length of host and repository together that every registry and engine accepts."""
 
 # The grammar of github.com/distribution/reference, and no more.
 _LABEL = "(?:[A-Za-z0-9]|[A-Za-z0-9][A-Za-z0-9-]*[A-Za-z0-9])"
@@ -23,7 +23,7 @@ _COMPONENT = "[a-z0-9]+(?:(?:[.]|_|__|-+)[a-z0-9]+)*"
 _REPOSITORY = re.compile(f"{_COMPONENT}(?:/{_COMPONENT})*")
 _TAG = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _LOGIN = re.compile("^[^/@]*:[^/@]*@(?=[^/]+/)")
-"""As in a URL; it is no part of a name, and not for messages."""
+"""A login, as in a URL: not part of a name, and hidden in messages."""
 _DIGEST = re.compile("sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
 
 
@@ -35,11 +35,11 @@ class Reference(Struct, frozen=True):
     repository: str
     tag: str | None
     digest: str | None
-    """Wins over the tag, which is then only a remark."""
+    """If there is a digest, the tag is ignored."""
 
     @property
     def target(self) -> str:
-        """Digest, or the tag where there is none: the name that the registry is asked for."""
+        """Return the name for requests to the registry: the digest, or else the tag."""
         return self.digest or self.tag or "latest"
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Reference(Struct, frozen=True):
 
 
 def parse_reference(text: str) -> Reference:
-    """Return the image that `text` names: "python:3.12", "[::1]:5000/team/train@sha256:...".
+    """Parse a name such as "python:3.12" or "[::1]:5000/team/train@sha256:...".
 
     Raises: InvalidInputError.
     """
@@ -59,7 +59,7 @@ def parse_reference(text: str) -> Reference:
     if not colon or "/" in tag:
         path, colon, tag = name, "", ""
     host, slash, repository = path.partition("/")
-    # A host is told from a folder of Docker Hub by what a folder's name cannot have.
+    # The first part is a host if no folder of Docker Hub can have that name.
     if not slash or not (set(host) & set(".:[") or host == "localhost" or host.lower() != host):
         host, repository = DOCKER_HUB, path
     if host in _HUB_ALIASES:

@@ -1,6 +1,6 @@
-"""Requests to one repository on one server: logins, and errors by the status of an answer.
+"""Requests to one repository on one server, with logins, and errors for unsuccessful answers.
 
-Each request is made once, and once more where another login is asked for. Thread-safe.
+Each request is sent once, and once more if the server asks for another login. Thread-safe.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from bootseer.errors import (
 )
 from bootseer.http.transport import Response, Transport, joined
 from bootseer.registry.credentials import Credential
-from bootseer.registry.hosts import Host
+from bootseer.registry.hosts import RegistryHost
 from bootseer.registry.tokens import Authorizer
 from bootseer.transfer.policy import is_transient
 
@@ -32,23 +32,24 @@ _ERROR_BYTES_MAX = 64 * 1024
 _ERROR_DEADLINE_S = 5.0
 _SUSPECT_S = 30.0
 _MOVED_S = 60.0
-"""Signed URLs hold for ten minutes and more. Each read of a part of a blob would otherwise ask the
-registry first: twice the latency of a fault, and many a registry counts such requests."""
+"""Time for which the signed URL of a blob is used again; such URLs are valid for ten minutes and
+more. Asking the registry for each part of a blob would double the latency of a fault, and many
+registries limit the number of requests."""
 _MOVED_COUNT_MAX = 1000
 
-# What Go's servers, and nginx, answer to plain HTTP where they speak TLS.
+# Answers of Go's servers and of nginx to plain HTTP on a port for TLS.
 _WANTS_TLS = (b"HTTP request to an HTTPS server", b"plain HTTP request was sent to HTTPS port")
 
 Body = bytes | Callable[[], BinaryIO]
-"""Body of a request: bytes, or a function that opens them, since they may be sent again."""
+"""Body of a request: bytes, or a function that opens them, since they may be sent twice."""
 
 
-class Session:
+class RegistrySession:
     """Connection to one repository on one server."""
 
     def __init__(
         self,
-        host: Host,
+        host: RegistryHost,
         repository: str,
         find_login: Callable[[str, str], Credential | None],
         deadline_s: float,
@@ -56,18 +57,17 @@ class Session:
     ) -> None:
         self.host = host
         self.name = f"{host.name}/{repository}"
-        """For messages."""
+        """Name of the repository in messages."""
         self._base_url = f"{host.base_url}/{repository}/"
         self._transport = Transport(host, deadline_s, wait_budget)
         self._authorizer = Authorizer(host, repository, self._transport, find_login, deadline_s)
         self._failed_at = float("-inf")
         self._moved: dict[str, tuple[str, float]] = {}
-        """Where blobs were found: by their URL here, the signed URL elsewhere, and until when it
-        is used."""
+        """URL of a blob here -> its signed URL on another server, and the end of its use."""
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it failed lately, so that others should be asked first."""
+        """Whether the server failed lately, so that other servers should be asked first."""
         return time.monotonic() - self._failed_at < _SUSPECT_S
 
     def note_failure(self) -> None:
@@ -85,10 +85,10 @@ class Session:
         content_length: int | None = None,
         more_s: float = 0.0,
     ) -> Response:
-        """Send a request and return the answer, which is a success (2xx). Close it.
+        """Send a request and return the successful answer (2xx). Close it.
 
         `path` is relative to the repository's URL, or a URL that the registry gave. The answer's
-        head may take `more_s` beyond the deadline.
+        head may come `more_s` after the deadline.
 
         Raises: NotFoundError, PermissionDeniedError, InvalidInputError, UnavailableError,
         DeadlineError, CorruptError.
@@ -128,7 +128,7 @@ class Session:
         return url
 
     def _open_moved(self, url: str, headers: Mapping[str, str]) -> Response | None:
-        """Return the blob at `url` from where it was found lately; None: that must be asked."""
+        """Request a blob from the signed URL that was used lately; return None without one."""
         target, until = self._moved.get(url, ("", 0.0))
         if time.monotonic() > until:
             return None
@@ -144,8 +144,8 @@ class Session:
         return None
 
     def _note_moved(self, method: str, url: str, response: Response) -> None:
-        """Remember where a blob was found. Raises: UnavailableError where a signed URL is refused
-        there: it has expired, and is asked for anew."""
+        """Remember the signed URL of a blob. Raises: UnavailableError if the URL was refused."""
+        # A signed URL that has expired is refused; the next attempt asks for a new one.
         if response.status in (400, 401, 403):
             response.close()
             raise UnavailableError(
@@ -157,7 +157,7 @@ class Session:
             self._moved[url] = (response.url, time.monotonic() + _MOVED_S)
 
     def _error(self, response: Response, what: str) -> BootseerError:
-        """Return the error for an answer, and close it."""
+        """Return the error for an unsuccessful answer, and close the answer."""
         status = response.status
         data = b""
         with contextlib.suppress(BootseerError):
@@ -209,7 +209,7 @@ _ERRORS: DocumentFormat[_Errors] = DocumentFormat(
 def _message(data: bytes) -> str:
     """Return the code in an error's body (distribution specification, "Error Codes").
 
-    Free text is left out: a server may quote the request in it.
+    The free text is left out, since it may quote secrets of the request.
     """
     try:
         code = _ERRORS.decode(data, "an answer").errors[0].code

@@ -1,8 +1,8 @@
-"""Logging in to one server: Basic, and the Bearer tokens of Docker's and OCI's token servers.
+"""Login to one server: Basic, and the Bearer tokens of Docker's and OCI's token servers.
 
-A token is fetched once however many threads need it, kept per action, and renewed shortly before it
-expires or when the server refuses it. Logins are looked up anew for every token, since those of
-cloud registries change. Thread-safe.
+Threads share one token for each action; it is renewed shortly before it expires, or when the server
+refuses it. Logins are looked up anew for every token, since those of cloud registries change.
+Thread-safe.
 
 The protocol: distribution.github.io/distribution/spec/auth/{token,oauth}.
 """
@@ -29,39 +29,40 @@ from bootseer.errors import (
 from bootseer.http.addresses import is_loopback
 from bootseer.http.transport import Response, Transport
 from bootseer.registry.credentials import Credential
-from bootseer.registry.hosts import Host
+from bootseer.registry.hosts import RegistryHost
 from bootseer.transfer.policy import fresh_copy
 
 _ANSWER_BYTES_MAX = 2**20
 _Token = Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{0,65536}\Z")]
 _LIFE_DEFAULT_S = 60.0
-"""What the specification says of a token that does not tell."""
+"""Life of a token without `expires_in`, by the specification."""
 _LIFE_MAX_S = 1e9
 _LIFE_SHARE = 0.9
-"""Renewed that early, so that it does not expire on its way."""
+"""Share of its life after which a token is renewed, so that it does not expire in transit."""
 _TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _PARAMETER = re.compile(rf'({_TOKEN})\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]*))')
 _SCHEME = re.compile(rf"({_TOKEN})(?:\s+|\s*$|(?=\s*,))")
 _HEADER_CHARACTERS_MAX = 16_384
 
 
-class _Answer(Struct, frozen=True):
+class _TokenAnswer(Struct, frozen=True):
     token: _Token = ""
     access_token: _Token = ""
     expires_in: Any = None
 
 
-_ANSWER: DocumentFormat[_Answer] = DocumentFormat(
-    type=_Answer, size_max=_ANSWER_BYTES_MAX, is_foreign=True
+_ANSWER: DocumentFormat[_TokenAnswer] = DocumentFormat(
+    type=_TokenAnswer, size_max=_ANSWER_BYTES_MAX, is_foreign=True
 )
 
 
 class Challenge(Struct, frozen=True):
-    """Way to log in that `WWW-Authenticate` names (RFC 9110, 11.6.1): `bearer` or `basic`, with its
-    parameters by lower-case name."""
+    """Challenge of a `WWW-Authenticate` header (RFC 9110, 11.6.1)."""
 
     scheme: str
+    """`bearer` or `basic`."""
     parameters: Mapping[str, str]
+    """Parameters by lower-case name."""
 
 
 class _Grant(Struct, frozen=True):
@@ -75,7 +76,7 @@ class Authorizer:
 
     def __init__(
         self,
-        host: Host,
+        host: RegistryHost,
         repository: str,
         transport: Transport,
         find_login: Callable[[str, str], Credential | None],
@@ -90,18 +91,18 @@ class Authorizer:
         self._lock = threading.Lock()
         self._failed_s = float("-inf")
         self._failure: BootseerError | None = None
-        """What the last token that could not be had failed by, and when."""
+        """The last error of a token server, which came at `_failed_s`."""
 
     @contextlib.contextmanager
-    def _one_asks(self) -> Iterator[None]:
+    def _fetch_lock(self) -> Iterator[None]:
         """Hold the lock under which a token is fetched.
 
-        Threads that waited while another one failed get its error: else each would wait for a
-        server that hangs, one after the other.
+        Raises the error of another thread that failed while this one waited. Otherwise the threads
+        would wait for a server that hangs one after the other.
         """
-        came_s = time.monotonic()
+        began_s = time.monotonic()
         with self._lock:
-            if self._failure is not None and self._failed_s >= came_s:
+            if self._failure is not None and self._failed_s >= began_s:
                 raise fresh_copy(self._failure)
             try:
                 yield
@@ -112,9 +113,9 @@ class Authorizer:
     def header(self, action: str) -> str | None:
         """Return the Authorization for "pull" or "push"; None before the server asked for one.
 
-        Raises: as `renewed`, where a token has to be renewed.
+        Raises: as `renewed`, if a token has to be renewed.
         """
-        with self._one_asks():
+        with self._fetch_lock():
             grant = self._grants.get(action)
             if grant and time.monotonic() > grant.valid_until:
                 grant = self._grants[action] = self._grant(grant.challenge, action)
@@ -125,12 +126,12 @@ class Authorizer:
 
         `asked` is the value of WWW-Authenticate in its answer.
 
-        Raises: PermissionDeniedError where there is none; UnavailableError, DeadlineError.
+        Raises: PermissionDeniedError if there is none; UnavailableError, DeadlineError.
         """
-        with self._one_asks():
+        with self._fetch_lock():
             grant = self._grants.get(action)
             if grant and grant.header != refused:
-                return grant.header  # another thread was faster
+                return grant.header  # Another thread was faster.
             challenges = {c.scheme: c for c in reversed(parse_challenges(asked))}
             challenge = challenges.get("bearer") or challenges.get("basic")
             if challenge is None:
@@ -233,7 +234,7 @@ def _basic(login: Credential) -> str:
 
 
 def parse_challenges(header: str) -> Sequence[Challenge]:
-    """Return the challenges in a header's value, up to the first that cannot be understood."""
+    """Return the challenges in a header's value, up to the first that cannot be parsed."""
     text = header[:_HEADER_CHARACTERS_MAX]
     challenges: list[Challenge] = []
     parameters: dict[str, str] = {}

@@ -30,8 +30,8 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from bootseer.http.ranges import Range
-from bootseer.http.transport import Response, Server, Transport, date_of
+from bootseer.http.ranges import RangeResponse
+from bootseer.http.transport import HttpServer, Response, Transport, date_of
 from bootseer.store.backend import Backend, FileInfo, Space, Traits, Writer
 from bootseer.store.paths import PathMixin, split_path
 from bootseer.transfer.attempt import Attempt
@@ -78,7 +78,7 @@ class WebBackend(PathMixin, Backend):
             login_bytes = unquote(login).encode(errors="replace")
             encoded = base64.b64encode(login_bytes).decode()
             self._own = {"Authorization": f"Basic {encoded}"}
-        server = Server(
+        server = HttpServer(
             netloc,
             f"{parts.scheme.lower()}://{netloc}",
             ca_advice="name the file of its authority in SSL_CERT_FILE",
@@ -175,7 +175,7 @@ class WebBackend(PathMixin, Backend):
         with self._get("read", path, offset, offset + len(buffer)) as found:
             return found.read_into(buffer, attempt or Attempt(), self._stall_s)
 
-    def _get(self, verb: str, path: str, start: int, end: int | None) -> Range:
+    def _get(self, verb: str, path: str, start: int, end: int | None) -> RangeResponse:
         """Send one request for the bytes [start, end) of a file; None means its end."""
         headers = {}
         if start or end is not None:
@@ -184,9 +184,9 @@ class WebBackend(PathMixin, Backend):
         if _is_folder(response):
             response.close()
             raise InvalidInputError(f"cannot {verb} {self._name(path)}: it is a folder")
-        return Range(response, self._name(path), start, end)
+        return RangeResponse(response, self._name(path), start, end)
 
-    def _pieces(self, found: Range) -> Iterator[bytes]:
+    def _pieces(self, found: RangeResponse) -> Iterator[bytes]:
         while data := found.read(_PIECE_BYTES, silence_s=self._stall_s, stall_s=self._stall_s):
             yield data
 

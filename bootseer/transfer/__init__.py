@@ -1,9 +1,9 @@
 """Reads of stored bytes: a pure plan, and the engine that carries it out.
 
-fetches = plan(wanted, is_cached)           # bootseer.transfer.ranges, pure
-batch = fetcher.submit(fetches, deliver)    # bootseer.transfer.chunks
-fetcher.demand(chunk, deliver)              # returns when that chunk has been delivered
+    fetches = plan(wanted, is_cached)           # bootseer.transfer.ranges, pure
+    batch = fetcher.submit(fetches, deliver)    # bootseer.transfer.chunks
+    fetcher.demand(chunk, deliver)              # returns when that chunk has been delivered
 
-`bootseer.transfer.engine` does the reads, for chunk fetchers and for checkpoints alike. `policy`
-and `pace` say when something is asked for again.
+`engine` does the reads, for chunk fetchers and for checkpoints. `policy` decides whether a failed
+read is tried again, `pace` whether a slow one is. May import `base` and `errors` only.
 """

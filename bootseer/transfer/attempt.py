@@ -1,7 +1,7 @@
 """Attempt to fill a buffer with stored bytes: its progress, and whether it goes on.
 
-The reader writes the progress, so that its owner can tell whether it is late, and where another
-attempt goes on. Thread-safe.
+The reader records its progress, so that the attempt's owner can tell whether the reader is late,
+and where the next attempt has to continue. Thread-safe.
 """
 
 import threading
@@ -26,22 +26,22 @@ class Attempt:
         """Held by the reader while it writes into the buffer."""
         self.is_given_up = False
         self.done_bytes = 0
-        """How much is in the buffer; grows while the reader is at work."""
+        """Bytes in the buffer so far."""
         self.is_checked = False
-        """Whether its owner checks the bytes, and asks again where they are wrong: a reader may
-        leave out checks of its own."""
+        """Whether the owner checks the bytes and asks again for wrong ones, so that the reader may
+        skip checks of its own."""
         self.is_second = False
-        """Whether an earlier one at the same bytes failed, or is late: another server may do
-        better, where there is one."""
+        """Whether an earlier attempt at the same bytes failed or is late, so that the reader should
+        ask another server, if there is one."""
         self.follows_damage = False
-        """Whether an earlier one at the same bytes brought wrong ones."""
+        """Whether an earlier attempt at the same bytes brought wrong ones."""
         self.waits = False
-        """Whether its reader waits for its turn at a source that lives: silence is no lateness."""
+        """Whether the reader waits for its turn at a source that is alive, and so is not late."""
         self.server = ""
-        """Where the bytes come from, as HOST:PORT; as far as the reader knows."""
+        """HOST:PORT of the server that the bytes come from; "" if the reader does not know it."""
 
     def put(self, done: int, buffer: memoryview, data: bytes | memoryview) -> bool:
-        """Write `data` behind the `done` bytes of its owner's buffer; False: it was given up."""
+        """Write `data` at byte `done` of the buffer. Return False if the attempt was given up."""
         with self.lock:
             if self.is_given_up:
                 return False
@@ -54,7 +54,7 @@ class Attempt:
         self.is_given_up = True
 
     def stop(self) -> None:
-        """Give up, and return when a reader that can stop writes no more."""
+        """Give up, and return when a reader that uses `put` writes no more."""
         self.is_given_up = True
         with self.lock:
             pass

@@ -1,7 +1,7 @@
-"""Chunks of stored objects for many callers: each is read once, however many want it, and verified.
+"""Chunks of stored objects for many callers: each chunk is read once and verified for all of them.
 
-A `ChunkFetcher` shares the reads under way; a `FetchEngine` carries them out. A `_Run` is one read
-of neighbouring chunks, the engine's job; a `_Ticket` is one caller's stake in a number of chunks.
+A `ChunkFetcher` shares the reads under way; a `FetchEngine` carries them out. A `_ChunkRun` is one
+read of neighbouring chunks, a job of the engine; a `_Ticket` is one caller's request for chunks.
 
 Thread safety: any thread may call any method. Callbacks (`deliver`, `on_progress`, `is_cached`)
 must not wait for the fetcher that calls them. The engine's lock guards tickets and runs. A fetcher
@@ -19,8 +19,8 @@ from bootseer.base.closing import Closing
 from bootseer.base.content_digest import content_digest
 from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.engine import FetchEngine, Job, ReadInto, State, Try
-from bootseer.transfer.figures import Recorder, Statistics
+from bootseer.transfer.engine import FetchEngine, JobState, ReadInto, ReadJob, Try
+from bootseer.transfer.figures import FetchStatistics, Recorder
 from bootseer.transfer.policy import REQUEST, Policy, as_bootseer_error, fresh_copy, is_retryable
 from bootseer.transfer.ranges import Chunk, Fetch, Priority, covering, remaining
 
@@ -29,19 +29,19 @@ logger = logging.getLogger(__name__)
 Deliver: TypeAlias = Callable[[Chunk, memoryview], None]
 """Called once per chunk with its verified bytes, from a worker thread, before any waiter wakes."""
 Reader: TypeAlias = Callable[[str, int, memoryview, Attempt], int]
-"""`read(key, offset, buffer, attempt)` fills the buffer and returns the count, tells `attempt` how
-much has come, and may stop where that was given up; or it raises."""
+"""`read(key, offset, buffer, attempt)` fills the buffer and returns the count. It records its
+progress in `attempt`, and may stop early once the attempt was given up."""
 Verify: TypeAlias = Callable[[Chunk, memoryview], bool]
-"""Whether the bytes are those of the chunk; called from worker threads."""
+"""Returns whether the bytes are those of the chunk; called from worker threads."""
 
 
 def matches_digest(chunk: Chunk, data: memoryview) -> bool:
-    """Whether `data` has the chunk's digest, if it has one."""
+    """Return whether `data` has the chunk's digest, or the chunk has none."""
     return chunk.digest is None or content_digest(data) == chunk.digest
 
 
 class _Ticket:
-    """Stake of one caller in a number of chunks, and the event that it waits for."""
+    """Request of one caller for a number of chunks, with the event that the caller waits for."""
 
     __slots__ = ("done", "error", "has_left", "is_urgent", "remaining_count", "settled_s", "wanted")
 
@@ -50,7 +50,7 @@ class _Ticket:
         self.is_urgent = is_urgent
         """Whether a thread waits for exactly these chunks now."""
         self.has_left = False
-        """Whether the caller gave up: nothing needs to be tried again for it."""
+        """Whether the caller gave up, so that nothing is tried again for it."""
         self.error: BootseerError | None = None
         """The first failure."""
         self.settled_s = 0.0
@@ -76,11 +76,11 @@ class _Ticket:
 
 
 class _Wanted:
-    """A chunk that has not come, and the callers who want it."""
+    """Chunk that has not come yet, with the callers who want it."""
 
     __slots__ = ("chunk", "requests", "run")
 
-    def __init__(self, chunk: Chunk, run: "_Run") -> None:
+    def __init__(self, chunk: Chunk, run: "_ChunkRun") -> None:
         self.chunk = chunk
         self.run = run
         self.requests: list[tuple[_Ticket, Deliver]] = []
@@ -92,7 +92,7 @@ class _Wanted:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a caller still counts on it."""
+        """Whether a caller still wants this chunk."""
         return any(not ticket.has_left for ticket, _ in self.requests)
 
     def add(self, ticket: _Ticket, deliver: Deliver) -> None:
@@ -106,18 +106,18 @@ class _Wanted:
         ticket.wanted.discard(self)
 
 
-class _Run(Job):
+class _ChunkRun(ReadJob):
     """Read of neighbouring chunks.
 
-    Chunks leave it when nobody wants them any more, or when they are better read alone. The read
-    is cut to the chunks that are left (`split`) before the next try.
+    Chunks leave the run when no caller wants them any more, or when they are read alone instead.
+    Before the next try, the read is cut to the remaining chunks (`split`).
     """
 
     def __init__(self, owner: "ChunkFetcher", fetch: Fetch) -> None:
         super().__init__(fetch.key, fetch.length, _name(fetch))
         self.fetch = fetch
         self.wanted: dict[Chunk, _Wanted] = {}
-        """The chunks that it still has to bring."""
+        """The chunks that the run still has to bring."""
         self._owner = owner
         self._wrong: dict[Try, list[Chunk]] = {}
         """Chunks that came damaged beside sound ones, by try."""
@@ -156,11 +156,11 @@ class _Run(Job):
         if wrong:
             self._owner.read_again(self, wrong)
 
-    def split(self, error: BaseException | None) -> Sequence[Job]:
+    def split(self, error: BaseException | None) -> Sequence[ReadJob]:
         return self._trim() if error is None else self._isolate(error)
 
-    def _trim(self) -> list[Job]:
-        """Cut the read to the chunks that are left; return runs for those behind a gap."""
+    def _trim(self) -> list[ReadJob]:
+        """Cut the read to the remaining chunks; return runs for those behind a gap."""
         if len(self.wanted) == len(self.fetch.chunks):
             return []
         parts = remaining(self.fetch, self.wanted.__contains__)
@@ -169,9 +169,11 @@ class _Run(Job):
             self.earlier = None
         return [self.part(fetch) for fetch in parts[1:]]
 
-    def _isolate(self, error: BaseException) -> list[Job]:
-        """Return a run for each chunk that a thread waits for: no thread waits for a large read
-        twice. Chunks without callers are settled with `error` instead of tried again."""
+    def _isolate(self, error: BaseException) -> list[ReadJob]:
+        """Return a run for each chunk that a thread waits for, so that none waits for a large read.
+
+        Chunks without callers are settled with `error` instead of being tried again.
+        """
         for wanted in tuple(self.wanted.values()):
             if not wanted.is_wanted:
                 self._owner.settle(wanted, as_bootseer_error(error, f"read {self.what}"))
@@ -184,16 +186,16 @@ class _Run(Job):
     def is_wanted(self) -> bool:
         return bool(self.wanted)
 
-    def part(self, fetch: Fetch) -> "_Run":
-        """Move the chunks of `fetch` to a run of their own, which goes on as this one."""
-        other = _Run(self._owner, fetch)
+    def part(self, fetch: Fetch) -> "_ChunkRun":
+        """Move the chunks of `fetch` to a run of their own with the state of this one."""
+        other = _ChunkRun(self._owner, fetch)
         other.take_over(self)
         for chunk in dict.fromkeys(fetch.chunks):
             wanted = other.wanted[chunk] = self.wanted.pop(chunk)
             wanted.run = other
         return other
 
-    def alone(self, chunk: Chunk) -> "_Run":
+    def alone(self, chunk: Chunk) -> "_ChunkRun":
         """Move one chunk to a run of its own, which begins anew and is urgent."""
         other = self.part(covering((chunk,), Priority.DEMAND))
         other.priority = Priority.DEMAND
@@ -205,7 +207,7 @@ class _Run(Job):
         self._wrong.clear()
         error = self.error
         for wanted in tuple(self.wanted.values()):
-            # None: each of them was settled before.
+            # Without an error, each chunk was settled before.
             ours = None if error is None else as_bootseer_error(error, f"read {self.what}")
             self._owner.settle(wanted, ours)
 
@@ -231,9 +233,9 @@ class Batch:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every chunk is delivered. Raises: the first failure; DeadlineError.
 
-        Without a timeout it still ends: each read has a deadline of its own, and reads that no
-        thread is left for fail as well. A cancelled batch raises UnavailableError. Running into
-        `timeout_s` does not cancel.
+        The wait ends without a timeout, too: each read has a deadline, and reads for which no
+        thread is left fail as well. A cancelled batch raises UnavailableError. Running into
+        `timeout_s` does not cancel the batch.
         """
         if not self._ticket.done.wait(timeout_s):
             raise DeadlineError(
@@ -281,16 +283,19 @@ class ChunkFetcher(Closing):
         """Make a fetcher of one store.
 
         Args:
-            deadline_s: Seconds without any bytes after which a read fails, by all of its tries.
+            read: Reads bytes of the store.
+            threads: Threads for all reads.
+            demand_threads: Threads for demands only.
+            deadline_s: Seconds without any bytes from any of its tries after which a read fails.
             stall_s: Seconds without any bytes after which a try is given up and its thread
                 replaced; a third of the deadline by default.
             policy: When a read that failed is tried again.
-            demand_policy: The policy of reads that a thread waits for, where it is another one.
-            take_buffer: Gives memory for a read of so many bytes, which is delivered in it. Called
-                from worker threads; must not wait.
-            fill_bytes_per_s: Limit of what reads with the priority FILL take.
-            is_cached: Closes the gap between a caller's look into its cache and its request. Called
-                under the lock, so it must be quick.
+            demand_policy: The policy of reads that a thread waits for, if it is another one.
+            take_buffer: Returns memory of this length, in which a read is delivered. Called from
+                worker threads; must not wait.
+            fill_bytes_per_s: Bandwidth limit of reads with the priority FILL.
+            is_cached: Finds chunks that came after the caller checked its cache. Called under the
+                lock, so it must be quick.
             on_progress: Gets the bytes of each delivered chunk, from worker threads.
             verify: Decides whether a chunk's bytes are right.
         """
@@ -339,9 +344,9 @@ class ChunkFetcher(Closing):
     ) -> None:
         """Return once the chunks of all `fetches` have been delivered; their priority is DEMAND.
 
-        A queued read moves to the front. A read in flight is waited for; should it fail and be
-        larger than the chunk, the chunk is read alone at once. What is neither is read at once, by
-        threads that prefetch and fill never occupy.
+        A queued read moves to the front. A read in flight is waited for; if it fails and is larger
+        than the chunk, the chunk is read alone at once. Any other chunk is read at once, by threads
+        that are reserved for demands.
 
         Args:
             fetches: What to read; their own priority does not matter.
@@ -349,7 +354,7 @@ class ChunkFetcher(Closing):
             deadline_s: Seconds without any bytes after which the wait ends, if not the fetcher's.
 
         Raises: at the first failure, DeadlineError, CorruptError, UnavailableError, NotFoundError
-        or what `deliver` raised.
+        or any error of `deliver`.
         """
         started_s = time.monotonic()
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
@@ -374,7 +379,7 @@ class ChunkFetcher(Closing):
                 "the store may be overloaded or out of reach"
             )
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> FetchStatistics:
         """Return the counts so far."""
         with self.engine.lock:
             return self._recorder.snapshot()
@@ -388,7 +393,7 @@ class ChunkFetcher(Closing):
         self.engine.close()
 
     def _wait(self, ticket: _Ticket, started_s: float, deadline_s: float) -> bool:
-        """Wait for `ticket`; False where nothing came for `deadline_s`."""
+        """Wait for `ticket`; return False if nothing came for `deadline_s`."""
         silent_s = 0.0
         while not ticket.done.wait(max(0.0, deadline_s - silent_s)):
             with self.engine.lock:
@@ -415,12 +420,12 @@ class ChunkFetcher(Closing):
                 self._recorder.joined_count += ticket.is_urgent
                 self._hasten(wanted, priority, is_urgent=ticket.is_urgent)
             elif self._is_cached(chunk):
-                # It landed between the caller's look into the cache and this call.
+                # The chunk came after the caller checked its cache.
                 ticket.settle(None)
             else:
                 fresh.add(chunk)
         for part in remaining(fetch, fresh.__contains__):
-            run = _Run(self, part)
+            run = _ChunkRun(self, part)
             for chunk in dict.fromkeys(part.chunks):
                 wanted = run.wanted[chunk] = self._wanted[chunk] = _Wanted(chunk, run)
                 wanted.add(ticket, deliver)
@@ -430,22 +435,22 @@ class ChunkFetcher(Closing):
         """Note that another caller wants the chunk, maybe sooner."""
         run = wanted.run
         is_alone = len(run.wanted) == 1
-        if run.state is State.WAITING or is_alone:
+        if run.state is JobState.WAITING or is_alone:
             self.engine.hasten(run, priority)
-        elif run.state is State.RESTING and is_urgent:
+        elif run.state is JobState.RESTING and is_urgent:
             self.engine.add(run.alone(wanted.chunk), Priority.DEMAND)
 
     def leave(self, ticket: _Ticket) -> int:
-        """Give up on behalf of `ticket`; return how many of its chunks will not come.
+        """Give up the request `ticket`; return the number of its chunks that will not come.
 
-        Reads that have not started are dropped where no other ticket wants them; reads in flight
+        Reads that have not started are dropped unless another ticket wants them; reads in flight
         are still delivered.
         """
         ticket.has_left = True
         dropped_count = 0
         for wanted in tuple(ticket.wanted):
             run = wanted.run
-            if run.state in (State.WAITING, State.RESTING):
+            if run.state in (JobState.WAITING, JobState.RESTING):
                 dropped_count += 1
                 wanted.drop(ticket)
                 if not wanted.requests:
@@ -476,37 +481,38 @@ class ChunkFetcher(Closing):
 
     # ---- delivery; without the lock -----------------------------------------------------------
 
-    def land(self, run: _Run, chunks: Sequence[Chunk], data: memoryview) -> None:
-        """Hand each chunk to every caller, also those that ask meanwhile, and wake them."""
-        left = deque(chunks)
+    def land(self, run: _ChunkRun, chunks: Sequence[Chunk], data: memoryview) -> None:
+        """Deliver each chunk to all its callers, including those that join now, and wake them."""
+        undelivered = deque(chunks)
         errors: dict[Deliver, BootseerError | None] = {}
-        while left:
-            delivered_bytes = left[0].length if errors else 0
-            # Taken once per delivery: threads that deliver little would wait for each other.
+        while undelivered:
+            delivered_bytes = undelivered[0].length if errors else 0
+            # Once per delivery: with more, threads that deliver little would wait for each other.
             with self.engine.lock:
-                deliver = self._next_delivery(run, left, errors)
+                deliver = self._next_delivery(run, undelivered, errors)
             if delivered_bytes and not errors:
                 self._note_progress(delivered_bytes)
             if deliver is None:
                 return
-            chunk = left[0]
+            chunk = undelivered[0]
             try:
                 deliver(chunk, run.piece(chunk, data))
                 errors[deliver] = None
-            except BaseException as error:  # a thread outlives whatever a callback raises
+            except BaseException as error:  # No error of a callback may end a thread.
                 errors[deliver] = as_bootseer_error(error, f"keep a chunk of {chunk.key}")
 
     def _next_delivery(
-        self, run: _Run, left: deque[Chunk], errors: dict[Deliver, BootseerError | None]
+        self, run: _ChunkRun, undelivered: deque[Chunk], errors: dict[Deliver, BootseerError | None]
     ) -> Deliver | None:
-        """Return the next callback of the chunk `left[0]`; where all were called, wake its callers
-        and go on with the next chunk. None where there is none, or the run has ended.
+        """Return the next callback of the first undelivered chunk, or None if there is none.
 
-        `errors`: the callbacks of that chunk that were called, and how they ended. Each is called
-        once, however many callers name it. The lock is held.
+        Once all callbacks of a chunk were called, its callers are woken and the next chunk is
+        looked at. Each callback is called once, however many callers name it. The lock is held.
+
+        `errors`: callbacks of the chunk that were called, each with its error or None.
         """
-        while left and run.state is State.LANDING:
-            wanted = run.wanted.get(left[0])
+        while undelivered and run.state is JobState.LANDING:
+            wanted = run.wanted.get(undelivered[0])
             if wanted is not None:
                 for _, deliver in wanted.requests:
                     if deliver not in errors:
@@ -517,7 +523,7 @@ class ChunkFetcher(Closing):
                     ticket.wanted.discard(wanted)
                     ticket.settle(errors[deliver])
             errors.clear()
-            left.popleft()
+            undelivered.popleft()
         return None
 
     def _note_progress(self, count: int) -> None:
@@ -526,12 +532,12 @@ class ChunkFetcher(Closing):
         except Exception:
             logger.exception("a progress callback failed")
 
-    def read_again(self, run: _Run, wrong: Sequence[Chunk]) -> None:
-        """Read each chunk that came damaged beside sound ones by itself."""
+    def read_again(self, run: _ChunkRun, wrong: Sequence[Chunk]) -> None:
+        """Read again, alone, each chunk of a run that came damaged while others were sound."""
         with self.engine.lock:
             for chunk in wrong:
                 wanted = run.wanted.get(chunk)
-                if wanted is None or run.state is not State.LANDING:
+                if wanted is None or run.state is not JobState.LANDING:
                     continue
                 alone = run.part(covering((chunk,), run.priority))
                 if wanted.is_urgent:

@@ -1,25 +1,25 @@
 """The fetch engine: carries out reads of stored bytes for many callers, in parallel.
 
-The engine decides when a read begins, when it is tried again, when it is asked for a second time,
-and when it is given up. A `Job` says what is read, how the bytes are checked and where they go.
+The engine decides when a read begins, is tried again, is requested a second time, or is given up. A
+`ReadJob` defines the bytes to read, their check and their delivery.
 
     WAITING --a thread is free--> READING --bytes checked--> LANDING --delivered--> ENDED
        ^                             |
-       +---------- RESTING <---------+  a try failed; the policy says when there is another
+       +---------- RESTING <---------+  a try failed; the policy decides about the next one
 
 Every state leads to ENDED: by a final error, by `withdraw` and by `close`. The rules are:
 
-- Bytes are checked before a try wins: a damaged replica that is fast does not beat a sound one.
+- Bytes are checked before a try wins, so that a fast but damaged replica does not beat a sound one.
 - A try that brings nothing for `stall_s` is given up and its thread replaced. A job fails when
-  nothing came for `deadline_s`, by all of its tries together. A try whose reader does not report
-  progress has all of the deadline.
+  none of its tries brought anything for `deadline_s`. A try whose reader does not report progress
+  has the whole deadline.
 - A try that is slower than its peers (`pace`) is joined by a second one, on another thread and so
-  on another connection. The first whose bytes are right wins.
-- Each try goes on behind the bytes that the last one brought. It uses the same buffer unless the
-  thread of the last one may still write there.
-- Jobs with the priority DEMAND run in their order and have threads of their own. Of the others the
-  next one is that of the place with the fewest reads under way.
-- Jobs that rest hold no thread.
+  on another connection. The first try with correct bytes wins.
+- Each try continues behind the bytes of the last one. It uses the same buffer unless the thread of
+  the last try may still write there.
+- Jobs with the priority DEMAND run in their order and have threads of their own. Of the other jobs,
+  the next one is at the place (file or block) with the fewest reads under way.
+- Resting jobs hold no thread.
 
 Thread safety: one lock guards the engine and the fields of its jobs. It is held for bookkeeping
 only, never during a read, a check or a delivery. Each method says whether its caller holds it.
@@ -43,8 +43,8 @@ from bootseer.transfer.pace import (
     LOOK_AFTER_S,
     LOOK_S,
     STALL_S,
+    ByteProgress,
     Pace,
-    Progress,
     TokenBucket,
 )
 from bootseer.transfer.policy import Policy, as_bootseer_error, dice
@@ -58,26 +58,25 @@ count."""
 
 # Threads that hang in a read are daemons; `close` waits no longer than this for them.
 _CLOSE_S = 2.0
-# How often a waiter looks whether its caller was interrupted.
+# Interval in which a waiter checks whether its caller was interrupted.
 _POLL_S = 0.25
-# For each thread two others may take its place while it hangs: an outage that hangs all reads once
-# is survived.
+# Threads that may replace each thread while it hangs: enough for an outage that hangs all reads.
 _REPLACEMENTS = 2
 _SECONDS_MAX = 5
 
 
-class State(Enum):
+class JobState(Enum):
     """Stage of a job; the module's docstring has the transitions."""
 
     WAITING = auto()
     READING = auto()
-    """One try is under way, or several where the first is late."""
+    """One try is under way, or several if the first is late."""
     RESTING = auto()
     LANDING = auto()
     ENDED = auto()
 
 
-class Job:
+class ReadJob:
     """Read of consecutive stored bytes.
 
     Subclasses override the methods. The engine calls `open`, `buffer`, `spare_buffer`, `check` and
@@ -89,14 +88,14 @@ class Job:
         """Make a job that `FetchEngine.add` starts.
 
         Args:
-            place: Name of what the job competes for with others: a stored file, or a block of one.
+            place: Name of the stored file, or block of a file, for which jobs compete.
             length: Number of bytes to read.
             what: Name of the job in messages, such as "bytes 0 to 5 of blobs/x".
         """
         self.place = place
         self.length = length
         self.what = what
-        self.state = State.ENDED
+        self.state = JobState.ENDED
         self.priority = Priority.PREFETCH
         self.sequence = 0
         """Rank among the jobs of one priority."""
@@ -115,23 +114,23 @@ class Job:
         self.tried: set[int] = set()
         """Numbers of the readers that failed or are late."""
         self.earlier: Try | None = None
-        """The try whose bytes the next one goes on behind."""
+        """The try whose bytes the next try continues."""
         self.failure: BaseException | None = None
-        """The last failure that says more than that nothing came."""
+        """The last failure other than silence."""
         self.error: BaseException | None = None
         """The reason why the job failed; set when it ends."""
         self.done: threading.Event | None = None
         """Set when the job has ended; made by the first waiter."""
 
     def open(self, one: "Try") -> ReadInto:
-        """Return the function that reads for `one`, and note on `one` which reader that is.
+        """Return the function that reads for `one`, and set the attributes of `one` about it.
 
         Raises as the storage does.
         """
         raise NotImplementedError
 
     def buffer(self, one: "Try") -> memoryview:
-        """Return memory of `length` bytes for `one`. May wait. Raises as taking memory does."""
+        """Return memory of `length` bytes for `one`. May wait, and may raise."""
         return memoryview(bytearray(self.length))
 
     def spare_buffer(self) -> memoryview | None:
@@ -139,15 +138,15 @@ class Job:
         return memoryview(bytearray(self.length))
 
     def check(self, one: "Try", data: memoryview) -> None:
-        """Raise CorruptError where `data` is damaged; other errors fail the try, too."""
+        """Raise CorruptError if `data` is damaged; any other error fails the try, too."""
 
     def land(self, one: "Try", data: memoryview) -> None:
         """Deliver the bytes that `one` brought. An error that this raises is the job's."""
 
-    def split(self, error: BaseException | None) -> "Sequence[Job]":
+    def split(self, error: BaseException | None) -> "Sequence[ReadJob]":
         """Return jobs that take over a part of this one, to be queued at once.
 
-        Called before a try, with None, where no other is under way: the job may become shorter.
+        Called before a try, with None, if no other try is under way: the job may become shorter.
         Called after a failed try with its error.
         """
         return ()
@@ -160,16 +159,15 @@ class Job:
     def late(self, one: "Try") -> None:
         """Note that `one` is late and another reader is about to be asked."""
 
-    def told(self, error: BaseException) -> BaseException:
-        """Return the error for the waiters of a job that `error` ended."""
+    def waiter_error(self, error: BaseException) -> BaseException:
+        """Return the error that the waiters of this job get if `error` ended it."""
         return as_bootseer_error(error, f"read {self.what}")
 
     def ended(self) -> None:
         """Note that the job has ended; `error` says how."""
 
-    def take_over(self, other: "Job") -> None:
-        """Take the rank, the failures and the deadline of `other`; this job is a part of
-        `other`."""
+    def take_over(self, other: "ReadJob") -> None:
+        """Take over the rank, failures and deadline of the job `other`, when it is split."""
         self.priority, self.sequence = other.priority, other.sequence
         self.failure_count, self.wrong_count = other.failure_count, other.wrong_count
         self.moved_s, self.failure = other.moved_s, other.failure
@@ -178,8 +176,10 @@ class Job:
 class Try:
     """Attempt at a job, made by one thread."""
 
-    def __init__(self, job: Job, worker: "Worker", buffer: memoryview | None, now_s: float) -> None:
-        """`buffer` is the memory of a second try, made because another one is late."""
+    def __init__(
+        self, job: ReadJob, worker: "ReadWorker", buffer: memoryview | None, now_s: float
+    ) -> None:
+        """`buffer`: memory of a second try, which is made because another try is late."""
         self.job = job
         self.worker = worker
         self.is_second = buffer is not None
@@ -188,7 +188,7 @@ class Try:
         self.attempt.follows_damage = job.wrong_count > 0
         self.buffer = memoryview(b"") if buffer is None else buffer
         self.started_s = now_s
-        self.progress = Progress(now_s)
+        self.progress = ByteProgress(now_s)
         self.deadline_s = math.inf
         self.start_bytes = 0
         """Bytes at the front of the buffer that an earlier try brought."""
@@ -196,13 +196,13 @@ class Try:
         self.was_late = False
         self.has_returned = False
         """Whether the thread will not write into the buffer any more."""
-        # Set by `Job.open`.
+        # Set by `ReadJob.open`.
         self.number = -1
-        """Number of the reader, where the job has several."""
+        """Number of the reader, if the job has several."""
         self.has_replicas = False
         """Whether another reader may be served by another disk."""
         self.tells_progress = False
-        """Whether `attempt` is told while bytes come."""
+        """Whether the reader records its progress in `attempt`."""
 
     @property
     def done_bytes(self) -> int:
@@ -212,16 +212,16 @@ class Try:
     def read(self, earlier: "Try | None") -> memoryview:
         """Read the job behind the bytes that `earlier` brought; return all of its bytes, checked.
 
-        Raises as the reader and `Job.check` do.
+        Raises as the reader and `ReadJob.check` do.
         """
         job = self.job
         read_into = job.open(self)
         if not self.is_second:
             reusable = earlier is not None and earlier.has_returned and len(earlier.buffer)
             self.buffer = earlier.buffer if earlier and reusable else job.buffer(self)
-        # Opening and waiting for memory say nothing about the pace.
+        # Time for opening and for memory does not count for the pace.
         self.started_s = time.monotonic()
-        self.progress = Progress(self.started_s)
+        self.progress = ByteProgress(self.started_s)
         self.is_opened = True
         buffer = self.buffer
         if earlier is not None:
@@ -252,7 +252,7 @@ class Try:
             return False
         if self.attempt.waits:
             return False
-        if job.state is not State.READING or job.priority is Priority.FILL:
+        if job.state is not JobState.READING or job.priority is Priority.FILL:
             return False
         done_bytes, elapsed_s = self.attempt.done_bytes, now_s - self.started_s
         silent_s = self.progress.silent_s(done_bytes, now_s)
@@ -262,26 +262,26 @@ class Try:
         return pace.is_late_alike(length, done_bytes, elapsed_s, silent_s)
 
 
-class Figures:
+class EngineFigures:
     """Receiver of an engine's counts, which ignores them. The engine's lock is held."""
 
     def won(self, one: Try, seconds: float) -> None:
-        """Count a try that brought all bytes of its job, and took so long."""
+        """Count a try that brought all bytes of its job in `seconds`."""
 
-    def retried(self, job: Job, error: BaseException) -> None:
+    def retried(self, job: ReadJob, error: BaseException) -> None:
         """Count a job that is tried again after `error`."""
 
-    def damaged(self, job: Job) -> None:
+    def damaged(self, job: ReadJob) -> None:
         """Count a try that brought wrong bytes."""
 
     def late(self, one: Try) -> None:
-        """Count a try whose bytes another one is asked for, too."""
+        """Count a late try, whose bytes a second try reads as well."""
 
     def hung(self, one: Try) -> None:
         """Count a try that was given up because nothing came."""
 
 
-class Worker:
+class ReadWorker:
     """Thread of a crew."""
 
     __slots__ = ("crew", "is_abandoned", "thread")
@@ -300,7 +300,7 @@ class Crew:
     """
 
     def __init__(
-        self, name: str, size: int, work: Callable[[Worker], None], lock: threading.Lock
+        self, name: str, size: int, work: Callable[[ReadWorker], None], lock: threading.Lock
     ) -> None:
         self._name = name
         self._size = size
@@ -309,12 +309,12 @@ class Crew:
         self._idle_count = 0
         self._abandoned_count = 0
         self._numbers = itertools.count(1)
-        self.workers: set[Worker] = set()
+        self.workers: set[ReadWorker] = set()
         self.stalled_since_s: float | None = None
         """Monotonic time since which every thread hangs and no other may be started."""
 
     def wake(self) -> bool:
-        """Wake or start a thread; return False where none is idle and no other may be started."""
+        """Wake or start a thread; return False if none is idle and no other may be started."""
         if self._idle_count:
             # Counted as busy from here on, so that two jobs never rely on the same thread.
             self._idle_count -= 1
@@ -323,7 +323,7 @@ class Crew:
         working_count = len(self.workers) - self._abandoned_count
         if working_count >= self._size or not self._may_grow:
             return False
-        worker = Worker(self)
+        worker = ReadWorker(self)
         name = f"bootseer-{self._name}-{next(self._numbers)}"
         worker.thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
         self.workers.add(worker)
@@ -356,15 +356,15 @@ class Crew:
         """Whether a thread could be had for a second try."""
         return bool(self._idle_count) or self._may_grow
 
-    def abandon(self, worker: Worker) -> None:
+    def abandon(self, worker: ReadWorker) -> None:
         """Free the place of `worker` for another thread until its read returns."""
         if not worker.is_abandoned:
             worker.is_abandoned = True
             self._abandoned_count += 1
             self._note_stall()
 
-    def rejoin(self, worker: Worker) -> bool:
-        """Count `worker` as working again; False where others have its place and it must end."""
+    def rejoin(self, worker: ReadWorker) -> bool:
+        """Count `worker` as working again; return False if its place is taken and it must end."""
         if not worker.is_abandoned:
             return True
         worker.is_abandoned = False
@@ -372,8 +372,8 @@ class Crew:
         self.stalled_since_s = None
         return len(self.workers) - self._abandoned_count <= self._size
 
-    def leave(self, worker: Worker) -> None:
-        """Forget a thread that ends."""
+    def leave(self, worker: ReadWorker) -> None:
+        """Remove a thread that ends."""
         self.workers.discard(worker)
         self._abandoned_count -= worker.is_abandoned
 
@@ -387,32 +387,32 @@ class JobQueue:
     """Waiting jobs, by priority, place and rank. The caller of each method holds the lock.
 
     A job that was withdrawn, or whose priority changed, leaves a stale entry behind, which is
-    skipped when it surfaces: moving a job costs one push, never a search.
+    skipped when it reaches the front: moving a job costs one push, never a search.
     """
 
     def __init__(self) -> None:
-        self._heaps: dict[Priority, dict[str, list[tuple[int, int, Job]]]] = {
+        self._heaps: dict[Priority, dict[str, list[tuple[int, int, ReadJob]]]] = {
             priority: {} for priority in Priority
         }
         self._tie = itertools.count()
         self.under_way: Counter[str] = Counter()
         """Number of reads under way by place."""
 
-    def put(self, job: Job) -> None:
+    def put(self, job: ReadJob) -> None:
         """Queue `job`."""
         heap = self._heaps[job.priority].setdefault(self._place(job), [])
         heapq.heappush(heap, (job.sequence, next(self._tie), job))
 
-    def peek(self, priority: Priority) -> Job | None:
+    def peek(self, priority: Priority) -> ReadJob | None:
         """Return the next job of a priority, left in the queue."""
-        best: tuple[int, int, Job] | None = None
+        best: tuple[int, int, ReadJob] | None = None
         heaps = self._heaps[priority]
         for place in tuple(heaps):
             heap = heaps[place]
             job = None
             while heap:
                 sequence, _, job = heap[0]
-                if job.state is State.WAITING and job.priority is priority:
+                if job.state is JobState.WAITING and job.priority is priority:
                     break
                 heapq.heappop(heap)
             if job is None or not heap:
@@ -423,17 +423,17 @@ class JobQueue:
                 best = found
         return None if best is None else best[2]
 
-    def take(self, job: Job) -> None:
+    def take(self, job: ReadJob) -> None:
         """Remove `job`, which `peek` has returned."""
         heapq.heappop(self._heaps[job.priority][self._place(job)])
 
     def clear(self) -> None:
-        """Forget every job."""
+        """Remove every job."""
         for heaps in self._heaps.values():
             heaps.clear()
 
     @staticmethod
-    def _place(job: Job) -> str:
+    def _place(job: ReadJob) -> str:
         # Demands are served in their order, wherever they read.
         return "" if job.priority is Priority.DEMAND else job.place
 
@@ -453,10 +453,10 @@ class FetchEngine:
         deadline_s: float,
         stall_s: float,
         fill_bytes_per_s: float | None = None,
-        figures: Figures | None = None,
+        figures: EngineFigures | None = None,
         name: str = "the transfer",
     ) -> None:
-        """Start nothing yet; the first job starts threads.
+        """Make an engine; the first job starts threads.
 
         Args:
             policies: When a job of each priority is tried again.
@@ -466,23 +466,23 @@ class FetchEngine:
             stall_s: Seconds without any bytes after which a try is given up.
             fill_bytes_per_s: Limit of the rate at which jobs with the priority FILL begin.
             figures: Gets the counts; called with the lock held.
-            name: What is read from, for the message of `close`.
+            name: Name of the storage, mount or image in the message of `close`.
         """
         self.lock = threading.Lock()
         self._policies = policies
         self._deadline_s = deadline_s
         self._stall_s = stall_s
-        self._figures = figures or Figures()
+        self._figures = figures or EngineFigures()
         self._name = name
         self._queue = JobQueue()
         self._demand_crew = Crew("demand", demand_threads, self._work, self.lock)
         self._shared_crew = Crew("transfer", threads, self._work, self.lock)
-        self._jobs: set[Job] = set()
+        self._jobs: set[ReadJob] = set()
         self._running: set[Try] = set()
-        """The tries that count; a thread whose try is not here any more has nothing to say."""
+        """The valid tries; the result of any other try is ignored."""
         self._late: deque[tuple[Try, memoryview]] = deque()
-        """Late tries, each with the memory for its second, that no thread has come for yet."""
-        self._resting: list[tuple[float, int, Job]] = []
+        """Late tries, each with memory for a second try that no thread has begun yet."""
+        self._resting: list[tuple[float, int, ReadJob]] = []
         self._numbers = itertools.count(1)
         self._pace = Pace()
         self._moved_s = 0.0
@@ -498,7 +498,7 @@ class FetchEngine:
 
     # ---- jobs; the caller holds the lock ------------------------------------------------------
 
-    def add(self, job: Job, priority: Priority) -> None:
+    def add(self, job: ReadJob, priority: Priority) -> None:
         """Queue `job` behind the others of its priority. Raises: UnavailableError when closed."""
         self.check_open()
         job.priority = priority
@@ -506,32 +506,32 @@ class FetchEngine:
         self._enqueue(job)
 
     def check_open(self) -> None:
-        """Raise UnavailableError when the engine is closed."""
+        """Raise UnavailableError if the engine is closed."""
         if self._is_closed:
             raise UnavailableError(f"{self._name} was closed")
 
-    def hasten(self, job: Job, priority: Priority) -> None:
+    def hasten(self, job: ReadJob, priority: Priority) -> None:
         """Raise the priority of `job`; lowering it is ignored."""
         if priority >= job.priority:
             return
         job.priority = priority
-        if job.state is State.WAITING:
+        if job.state is JobState.WAITING:
             job.sequence = next(self._numbers)
             self._enqueue(job)
 
-    def withdraw(self, job: Job) -> bool:
-        """Drop a job that waits or rests; False where it is being read."""
-        if job.state not in (State.WAITING, State.RESTING):
+    def withdraw(self, job: ReadJob) -> bool:
+        """Drop a job that waits or rests; return False if it is being read."""
+        if job.state not in (JobState.WAITING, JobState.RESTING):
             return False
-        job.state = State.ENDED
+        job.state = JobState.ENDED
         self._jobs.discard(job)
         return True
 
-    def end(self, job: Job, error: BaseException | None) -> None:
+    def end(self, job: ReadJob, error: BaseException | None) -> None:
         """End `job` now, in any state. Idempotent."""
-        if job.state is State.ENDED:
+        if job.state is JobState.ENDED:
             return
-        job.state, job.error = State.ENDED, error
+        job.state, job.error = JobState.ENDED, error
         job.earlier = job.failure = None
         self._jobs.discard(job)
         for one in tuple(job.tries):
@@ -540,7 +540,7 @@ class FetchEngine:
         if job.done is not None:
             job.done.set()
 
-    def silent_s(self, job: Job, since_s: float, now_s: float) -> float:
+    def silent_s(self, job: ReadJob, since_s: float, now_s: float) -> float:
         """Return the seconds since bytes came for `job`, at most those since `since_s`.
 
         A job that waits in the queue waits for others: their bytes count as its own.
@@ -548,19 +548,19 @@ class FetchEngine:
         for one in job.tries:
             one.look(now_s)
         moved_s = job.moved_s or 0.0
-        if job.state is State.WAITING:
+        if job.state is JobState.WAITING:
             moved_s = max(moved_s, self._moved_s)
         return now_s - max(moved_s, since_s)
 
     # ---- jobs; the caller does not hold the lock ----------------------------------------------
 
-    def wait(self, job: Job, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Wait until `job` has ended; end it where nothing came for the deadline.
+    def wait(self, job: ReadJob, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Wait until `job` has ended; end it if nothing came within the deadline.
 
-        `cancelled` is asked several times a second. Raises: InterruptedError where it says so.
+        `cancelled` is called several times a second. Raises: InterruptedError if it returns True.
         """
         with self.lock:
-            if job.state is State.ENDED:
+            if job.state is JobState.ENDED:
                 return
             done = job.done = job.done or threading.Event()
         began_s = time.monotonic()
@@ -581,7 +581,7 @@ class FetchEngine:
             if not self._is_closed:
                 self._is_closed = True
                 for job in tuple(self._jobs):
-                    self.end(job, job.told(UnavailableError(f"{self._name} was closed")))
+                    self.end(job, job.waiter_error(UnavailableError(f"{self._name} was closed")))
                 self._queue.clear()
                 self._resting.clear()
                 self._late.clear()
@@ -606,14 +606,14 @@ class FetchEngine:
             return (self._demand_crew, self._shared_crew)
         return (self._shared_crew,)
 
-    def _enqueue(self, job: Job) -> None:
+    def _enqueue(self, job: ReadJob) -> None:
         if self._clock is None:
             clock = threading.Thread(
                 target=self._keep_time, name="bootseer-transfer-clock", daemon=True
             )
             clock.start()
             self._clock = clock
-        job.state = State.WAITING
+        job.state = JobState.WAITING
         self._jobs.add(job)
         self._queue.put(job)
         self._wake(job.priority)
@@ -624,13 +624,13 @@ class FetchEngine:
             self._look_at(0.0)
 
     def _look_at(self, at_s: float) -> None:
-        """Wake the clock at `at_s` at the latest."""
+        """Wake the clock thread at `at_s` at the latest."""
         if at_s < self._due_s:
             self._due_s = at_s
             self._alarm.notify()
 
-    def _work(self, worker: Worker) -> None:
-        """Live as a thread of a crew. Takes the lock."""
+    def _work(self, worker: ReadWorker) -> None:
+        """Run a thread of a crew. Takes the lock."""
         crew = worker.crew
         try:
             while True:
@@ -642,12 +642,12 @@ class FetchEngine:
                             return
                         crew.sleep()
                 self._carry_out(*begun)
-                del begun  # nothing of the last read stays alive while the thread is idle
+                del begun  # An idle thread must not keep the buffers of its last read alive.
         finally:
             with self.lock:
                 crew.leave(worker)
 
-    def _begin(self, worker: Worker) -> "tuple[Try, Try | None] | None":
+    def _begin(self, worker: ReadWorker) -> "tuple[Try, Try | None] | None":
         """Return the next try for this thread, and the earlier try whose bytes it continues."""
         while not self._is_closed:
             now_s = time.monotonic()
@@ -671,7 +671,7 @@ class FetchEngine:
                 self._queue.take(job)
             if job.moved_s is None:
                 job.moved_s = now_s
-            job.state = State.READING
+            job.state = JobState.READING
             one = Try(job, worker, buffer, now_s)
             self._extend(one)
             job.tries.append(one)
@@ -682,14 +682,14 @@ class FetchEngine:
             return one, job.earlier
         return None
 
-    def _next_late(self, worker: Worker) -> tuple[Job, memoryview] | None:
+    def _next_late(self, worker: ReadWorker) -> tuple[ReadJob, memoryview] | None:
         for late in self._late:
             if worker.crew in self._crews_for(late[0].job.priority):
                 self._late.remove(late)
                 return late[0].job, late[1]
         return None
 
-    def _next_waiting(self, worker: Worker, now_s: float) -> Job | None:
+    def _next_waiting(self, worker: ReadWorker, now_s: float) -> ReadJob | None:
         queue = self._queue
         job = queue.peek(Priority.DEMAND)
         if job is not None or worker.crew is self._demand_crew:
@@ -702,7 +702,7 @@ class FetchEngine:
             is_due = self._bucket.ready_at_s(now_s) <= now_s
             if is_due:
                 self._bucket.take(job.length, now_s)
-            # The clock sends a thread for the next one when its time has come.
+            # The clock wakes a thread when the next one is due.
             self._fill_s = self._bucket.ready_at_s(now_s)
             self._look_at(self._fill_s)
             if not is_due:
@@ -715,7 +715,7 @@ class FetchEngine:
         failure: BaseException | None = None
         try:
             data = one.read(earlier)
-        except BaseException as error:  # a thread outlives whatever a reader raises
+        except BaseException as error:  # No error of a reader may end a thread.
             _forget_frames(error)
             failure = error
         del earlier
@@ -730,9 +730,9 @@ class FetchEngine:
             self._won(one, now_s)
         try:
             job.land(one, data)
-        except BaseException as error:  # a thread outlives whatever a callback raises
+        except BaseException as error:  # No error of a callback may end a thread.
             _forget_frames(error)
-            failure = job.told(error)
+            failure = job.waiter_error(error)
         with self.lock:
             if one in self._running:
                 self._forget(one)
@@ -745,10 +745,10 @@ class FetchEngine:
         for other in tuple(job.tries):
             if other is not one:
                 self._drop(other)
-        job.state = State.LANDING
+        job.state = JobState.LANDING
         job.earlier = None
         self._moved_s = job.moved_s = now_s
-        # Delivery gets as long again, so that a full disk queue is no failure.
+        # Delivery gets `stall_s` again, so that a full disk queue is no failure.
         one.deadline_s = now_s + self._stall_s
         self._pace.note(job.length - one.start_bytes, seconds, is_second=one.is_second)
         self._figures.won(one, seconds)
@@ -756,8 +756,7 @@ class FetchEngine:
     def _failed(
         self, one: Try, error: BaseException, now_s: float, *, is_silence: bool = False
     ) -> None:
-        """Note that a try brought `error`, or nothing at all; its job goes on with the bytes that
-        came."""
+        """Note that a try failed; its job continues behind the bytes that came."""
         job = one.job
         one.look(now_s)
         self._forget(one)
@@ -766,7 +765,7 @@ class FetchEngine:
         if is_wrong:
             self._figures.damaged(job)
         if job.tries:
-            return  # another one is under way, and decides
+            return  # Another try is under way.
         if is_wrong:
             job.wrong_count += 1
         elif one.attempt.done_bytes >= FLOOR_BYTES_PER_S * STALL_S:
@@ -785,27 +784,27 @@ class FetchEngine:
         else:
             self.end(job, None)
 
-    def rest_or_end(self, job: Job, error: BaseException) -> None:
-        """Try `job` again after `error` when its policy says so, or end it."""
+    def rest_or_end(self, job: ReadJob, error: BaseException) -> None:
+        """Try `job` again after `error` if its policy allows, or end it."""
         now_s = time.monotonic()
         count = job.wrong_count if isinstance(error, CorruptError) else job.failure_count
         left_s = self._deadline_s - self.silent_s(job, 0.0 if job.moved_s else now_s, now_s)
         pause_s = self._policies[job.priority].pause_s(error, count, left_s, dice())
         if pause_s is None:
-            self.end(job, job.told(job.failure or error))
+            self.end(job, job.waiter_error(job.failure or error))
             return
         logger.debug("reading %s again in %.3f s: %s", job.what, pause_s, error)
         self._figures.retried(job, error)
         self._jobs.add(job)
         if pause_s > 0:
-            job.state, job.resume_s = State.RESTING, now_s + pause_s
+            job.state, job.resume_s = JobState.RESTING, now_s + pause_s
             heapq.heappush(self._resting, (job.resume_s, next(self._numbers), job))
             self._look_at(job.resume_s)
         else:
             self._enqueue(job)
 
     def _drop(self, one: Try) -> None:
-        """Make a try void. Until its read returns, another thread works in its stead."""
+        """Invalidate a try. Another thread replaces its thread until its read returns."""
         self._forget(one)
         one.attempt.give_up()
         one.worker.crew.abandon(one.worker)
@@ -814,23 +813,23 @@ class FetchEngine:
         self._running.discard(one)
         one.job.tries.remove(one)
         if self._late:
-            # The memory for its second try is for others.
+            # Its second try is no longer needed.
             self._late = deque(late for late in self._late if late[0] is not one)
         place = one.job.place
         self._queue.under_way[place] -= 1
         if not self._queue.under_way[place]:
             del self._queue.under_way[place]
 
-    def _fail_silent(self, job: Job) -> None:
-        self.end(job, job.told(job.failure or self._no_answer(job)))
+    def _fail_silent(self, job: ReadJob) -> None:
+        self.end(job, job.waiter_error(job.failure or self._no_answer(job)))
 
-    def _no_answer(self, job: Job) -> DeadlineError:
+    def _no_answer(self, job: ReadJob) -> DeadlineError:
         return DeadlineError(f"cannot read {job.what}: no answer within {self._deadline_s:g} s")
 
     # ---- the clock ----------------------------------------------------------------------------
 
     def _keep_time(self) -> None:
-        """Live as the thread that watches over deadlines, rests and late reads. Takes the lock."""
+        """Run the clock thread, which watches deadlines, rests and late reads. Takes the lock."""
         while True:
             for one in self._late_tries():
                 self._ask_again(one)
@@ -848,8 +847,8 @@ class FetchEngine:
                 self._alarm.wait(None if is_idle else max(0.0, self._due_s - time.monotonic()))
 
     def _look(self, one: Try, now_s: float) -> float:
-        """See to one try; return when to look at it again."""
-        if one.job.state is State.READING:
+        """Check one try; return the time of the next check."""
+        if one.job.state is JobState.READING:
             one.look(now_s)
             self._moved_s = max(self._moved_s, one.job.moved_s or 0.0)
             self._extend(one)
@@ -860,15 +859,15 @@ class FetchEngine:
         return min(look_s, one.deadline_s)
 
     def _extend(self, one: Try) -> None:
-        """Move the deadline of a try on, by when bytes came last."""
+        """Move the deadline of a try according to the time at which bytes came last."""
         one.deadline_s = (one.job.moved_s or one.started_s) + self._deadline_s
         if one.tells_progress:
             one.deadline_s = min(one.deadline_s, one.progress.seen_s + self._stall_s)
 
     def _give_up(self, one: Try, now_s: float) -> None:
-        """End a try that outlived its deadline: replace its thread, and go on elsewhere."""
+        """End a try that passed its deadline, replace its thread, and let the job go on."""
         job = one.job
-        is_landing = job.state is State.LANDING
+        is_landing = job.state is JobState.LANDING
         doing = "keeping" if is_landing else "reading"
         error = DeadlineError(f"{doing} {job.what} did not go on for {self._stall_s:g} s")
         logger.warning("%s", error)
@@ -876,7 +875,7 @@ class FetchEngine:
         one.attempt.give_up()
         one.worker.crew.abandon(one.worker)
         if is_landing:
-            # The callback may still be at work: the same bytes must not reach it a second time.
+            # The callback may still be running, and must not get the same bytes twice.
             self.end(job, error)
         else:
             self._failed(one, self._no_answer(job), now_s, is_silence=True)
@@ -887,7 +886,7 @@ class FetchEngine:
     def _wake_rested(self, now_s: float) -> float:
         while self._resting:
             due_s, _, job = self._resting[0]
-            is_resting = job.state is State.RESTING and job.resume_s == due_s
+            is_resting = job.state is JobState.RESTING and job.resume_s == due_s
             if is_resting and due_s > now_s:
                 return due_s
             heapq.heappop(self._resting)
@@ -896,7 +895,7 @@ class FetchEngine:
         return math.inf
 
     def _fail_stalled(self, now_s: float) -> float:
-        """End what no thread can come for; return when to look again."""
+        """End jobs for which no thread can be had; return the time of the next check."""
         again_s = math.inf
         for priority in Priority:
             crews = self._crews_for(priority)
@@ -908,7 +907,9 @@ class FetchEngine:
                 again_s = min(again_s, fails_s)
                 continue
             while (job := self._queue.peek(priority)) is not None:
-                self.end(job, job.told(DeadlineError("every connection to the store hangs")))
+                self.end(
+                    job, job.waiter_error(DeadlineError("every connection to the store hangs"))
+                )
         return again_s
 
     # ---- second tries -------------------------------------------------------------------------
@@ -924,7 +925,7 @@ class FetchEngine:
     def _ask_again(self, one: Try) -> None:
         """Queue a second try for the rest of `one`, which is late. Takes the lock.
 
-        Credit is spent last: what cannot be asked for now is looked at again.
+        Credit is spent last: a read that cannot be requested now is checked again later.
         """
         job, crew = one.job, one.worker.crew
         try:
@@ -933,7 +934,7 @@ class FetchEngine:
             logger.exception("a late read is not asked for again")
             return
         with self.lock:
-            is_late = one in self._running and job.state is State.READING and not one.was_late
+            is_late = one in self._running and job.state is JobState.READING and not one.was_late
             if buffer is None or not is_late or not crew.can_lend or not self._pace.spend():
                 return
             logger.debug("asking again for %s, which is late", job.what)
@@ -944,7 +945,7 @@ class FetchEngine:
             crew.abandon(one.worker)
             late = [other for other in job.tries if other.was_late]
             if len(late) > 1:
-                # Two that are late share what one slow server has: the better one stays.
+                # Two late tries share the bandwidth of a slow server: the better one stays.
                 worst = min(late, key=lambda other: other.done_bytes)
                 self._drop(worst)
                 late.remove(worst)
@@ -954,7 +955,7 @@ class FetchEngine:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Drop the frames of `error`, which may be kept for long, and so the buffers in them."""
+    """Remove the frames from `error`, which may be kept for long and would keep their buffers."""
     if not isinstance(error, (OSError, BootseerError)):
         logger.warning("a read failed in an unforeseen way", exc_info=error)
     one: BaseException | None = error

@@ -1,20 +1,18 @@
-"""Counts of a `ChunkFetcher`: `Recorder` is written under the engine's lock; `Statistics` is the
-frozen copy that others see.
-"""
+"""Counts of a `ChunkFetcher`: `Recorder`, and `FetchStatistics`, a frozen copy of it."""
 
 from collections import deque
 from collections.abc import Sequence
 
 from msgspec import Struct
 
-from bootseer.transfer.engine import Figures, Job, Try
+from bootseer.transfer.engine import EngineFigures, ReadJob, Try
 
 # Percentiles are over the latest demands; enough for a stable p99, bounded for a mount that lives
 # for weeks.
 _KEPT_WAITS_COUNT = 8192
 
 
-class Statistics(Struct, frozen=True):
+class FetchStatistics(Struct, frozen=True):
     """Counts since the fetcher was made."""
 
     fetch_count: int
@@ -36,19 +34,19 @@ class Statistics(Struct, frozen=True):
     joined_count: int
     """Demanded chunks that were on their way already."""
     demand_wait_p50_ns: int
-    """Over the latest 8192 demands, as are the next two; 0 before the first."""
+    """Median wait of the latest 8192 demands; 0 before the first. The next two: likewise."""
     demand_wait_p99_ns: int
     demand_wait_max_ns: int
 
 
 def percentile(ordered: Sequence[int], fraction: float) -> int:
-    """The nearest-rank percentile of sorted values; 0 for none."""
+    """Return the nearest-rank percentile of sorted values; 0 for no values."""
     if not ordered:
         return 0
     return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
 
 
-class Recorder(Figures):
+class Recorder(EngineFigures):
     """Counters of one fetcher. Not thread-safe: its engine's lock guards it."""
 
     def __init__(self) -> None:
@@ -68,10 +66,10 @@ class Recorder(Figures):
         self.fetch_count += 1
         self.fetched_bytes += one.job.length
 
-    def retried(self, job: Job, error: BaseException) -> None:
+    def retried(self, job: ReadJob, error: BaseException) -> None:
         self.retry_count += 1
 
-    def damaged(self, job: Job) -> None:
+    def damaged(self, job: ReadJob) -> None:
         self.corrupt_count += 1
 
     def late(self, one: Try) -> None:
@@ -84,10 +82,10 @@ class Recorder(Figures):
         """Count a demand that returned or failed after `wait_ns`. Any thread, without the lock."""
         self._waits_ns.append(wait_ns)
 
-    def snapshot(self) -> Statistics:
+    def snapshot(self) -> FetchStatistics:
         """Return a frozen copy."""
         ordered = sorted(self._waits_ns)
-        return Statistics(
+        return FetchStatistics(
             fetch_count=self.fetch_count,
             fetched_bytes=self.fetched_bytes,
             delivered_count=self.delivered_count,

@@ -1,39 +1,37 @@
-"""Pace of reads: which one is late, and the share of the network for the background.
+"""Pace of reads: whether a read is late, and the bandwidth of background reads.
 
-`Pace` is the part of the policy of attempts that looks at a read while it lasts: it judges by the
-read's peers, and by its silence. No clock: the
-caller brings the time (monotonic seconds).
+`Pace` is the part of the policy of attempts that judges a read while it lasts: by the rates of its
+peers, and by its silence. Callers pass the time (monotonic seconds).
 """
 
 import threading
 from collections import deque
 
 _PEERS = 64
-# So few say nothing yet about what is usual.
+# Fewer reads do not tell a usual rate.
 _PEERS_MIN = 4
-# Shorter than this, anything can be the cause: a collection of garbage in a DataNode, for one.
+# Shorter delays have many causes, such as a garbage collection in a DataNode.
 _FLOOR_S = 0.3
-# A server's disk is asked for the first byte, and a lost packet is sent again, in less.
+# A disk reads its first byte, and TCP repeats a lost packet, in less time.
 _SILENT_FLOOR_S = 1.0
 _RATIO = 4.0
-# Second requests cost what they ask for. Those that come first pay for more; of those that do not,
-# there is one for every ten reads.
+# Second requests cost bandwidth. One that wins earns credit for more; otherwise there is credit for
+# one second request for every ten reads.
 _CREDIT_MAX = 8.0
 _CREDIT_PER_READ = 0.1
 _CREDIT_PER_WIN = 2.0
 
 LOOK_S = 0.1
-"""How often a read that lasts is looked at, from `LOOK_AFTER_S` on."""
+"""Interval in which a read is checked, from `LOOK_AFTER_S` on."""
 LOOK_AFTER_S = _FLOOR_S
 FLOOR_BYTES_PER_S = 8 * 1024
-"""What comes slower counts as silence: a twentieth of what the slowest line gives over which
-anybody starts jobs."""
+"""A slower rate counts as silence: a twentieth of the slowest line over which jobs are started."""
 STALL_S = 15.0
-"""A connection that was silent for so long is given up, whatever its peers do and whether or not
-there is credit: TCP's fourth repetition of a lost packet has come by then."""
+"""A connection that was silent for this time is given up, whatever the rates of its peers and the
+credit: TCP's fourth repetition of a lost packet has come by then."""
 
 
-class Progress:
+class ByteProgress:
     """Progress of one attempt: when bytes came last."""
 
     __slots__ = ("_seen_bytes", "seen_s")
@@ -54,14 +52,14 @@ class Pace:
     """Rates of the latest reads of one storage. Thread-safe."""
 
     def __init__(self, credit: float = _CREDIT_MAX) -> None:
-        """`credit`: how many second requests there may be before any read has ended."""
+        """`credit`: number of second requests that are allowed before any read has ended."""
         self._lock = threading.Lock()
         self._rates: deque[float] = deque(maxlen=_PEERS)
         self._median: float | None = None
         self._credit = credit
 
     def spend(self) -> bool:
-        """Take the credit for a second request; False where there is none."""
+        """Take the credit for a second request; return False if there is none."""
         with self._lock:
             if not self.has_credit:
                 return False
@@ -74,7 +72,7 @@ class Pace:
         return self._credit >= 1.0
 
     def note(self, count: int, seconds: float, *, is_second: bool = False) -> None:
-        """Note that a read of `count` bytes took so long; `is_second`: the second request won."""
+        """Note that a read of `count` bytes took `seconds`; `is_second`: a second request won."""
         gain = _CREDIT_PER_WIN if is_second else _CREDIT_PER_READ
         with self._lock:
             self._credit = min(self._credit + gain, _CREDIT_MAX)
@@ -100,10 +98,15 @@ class Pace:
     def is_late(
         self, length: int, done_bytes: int, elapsed_s: float, silent_s: float, has_replicas: bool
     ) -> bool:
-        """Whether a read of `length` bytes should be asked for again.
+        """Return whether a second request should be made for a read of `length` bytes.
 
-        `done_bytes` came in `elapsed_s`, and nothing in the last `silent_s`. `has_replicas`:
-        another disk or connection may serve it then, so that it helps against more than silence.
+        Args:
+            length: Bytes of the read.
+            done_bytes: Bytes that came in `elapsed_s`.
+            elapsed_s: Time since the read began.
+            silent_s: Time since the last bytes came.
+            has_replicas: Whether another disk or connection can serve the read, so that a second
+                request helps against slowness and not only against silence.
         """
         if done_bytes >= length:
             return False
@@ -112,38 +115,39 @@ class Pace:
         usual = self.usual_bytes_per_s()
         if usual is None or not has_replicas or elapsed_s < max(_FLOOR_S, length / usual):
             return False
-        # Measured by what has come so far: it shows much earlier than at the end.
+        # The rate so far shows slowness much earlier than the end of the read would.
         return done_bytes / elapsed_s < usual / _RATIO
 
     def is_late_alike(
         self, length: int, done_bytes: int, elapsed_s: float, silent_s: float
     ) -> bool:
-        """Judge like `is_late` a read whose slowness another connection may share: only once it has
-        taken as long as a silence may last."""
+        """Return `is_late` of a read whose slowness another connection may share.
+
+        Slowness counts only once the read has taken as long as a silence may last.
+        """
         is_over = elapsed_s >= self.silent_limit_s(length)
         return self.is_late(length, done_bytes, elapsed_s, silent_s, has_replicas=is_over)
 
 
 class TokenBucket:
-    """Lets `bytes_per_s` through on average. Not thread-safe."""
+    """Rate limiter with the average `bytes_per_s`. Not thread-safe."""
 
     def __init__(self, bytes_per_s: float, *, now_s: float, burst_s: float = 0.25) -> None:
-        """`burst_s`: how many seconds' worth may go at once after a pause."""
+        """`burst_s`: seconds whose bytes may be taken at once after a pause."""
         self._bytes_per_s = bytes_per_s
         self._burst_bytes = bytes_per_s * burst_s
         self._level_bytes = self._burst_bytes
         self._updated_s = now_s
 
     def ready_at_s(self, now_s: float) -> float:
-        """Return when the next take is allowed; `now_s` or earlier: now."""
+        """Return the time from which the next take is allowed; at most `now_s` for now."""
         self._refill(now_s)
         if self._level_bytes >= 0:
             return now_s
         return now_s - self._level_bytes / self._bytes_per_s
 
     def take(self, count_bytes: int, now_s: float) -> None:
-        """Account for `count_bytes`. The level may go below zero: one read is never split, the
-        ones after it wait longer."""
+        """Take `count_bytes`. The level may fall below zero, so that later takes wait longer."""
         self._refill(now_s)
         self._level_bytes -= count_bytes
 

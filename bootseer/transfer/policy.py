@@ -1,9 +1,8 @@
-"""The one policy of attempts: which failures are worth another attempt, when, and how often.
+"""The policy of attempts: which failures are worth another attempt, when, and how often.
 
-All code that reads or writes stored bytes over a network asks this module: the transfer engine,
-striped reading and writing, extraction, registries, HDFS and HTTP. When a read is late, and should
-be asked for elsewhere, says `pace`. Pure: the clock and the dice are handed in. docs/operations.md
-has the numbers in one table.
+All code that reads or writes stored bytes over a network uses it: the transfer engine, striped
+reading and writing, extraction, registries, HDFS and HTTP. `pace` decides whether a read is late.
+Pure: callers pass the clock and the random numbers. docs/operations.md has a table of the numbers.
 """
 
 import errno
@@ -24,7 +23,7 @@ from bootseer.errors import (
     from_oserror,
 )
 
-# What a network file system below a file:// store reports while a server restarts.
+# Errors of a network file system below a file:// store while a server restarts.
 _TRANSIENT_ERRNOS = frozenset(
     {
         errno.EAGAIN,
@@ -40,7 +39,7 @@ _TRANSIENT_ERRNOS = frozenset(
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether the same read may succeed a little later."""
+    """Return whether the same read may succeed a little later."""
     if isinstance(error, (FileNotFoundError, PermissionError)):
         return False
     if isinstance(error, (CorruptError, ConnectionError, TimeoutError)):
@@ -52,17 +51,17 @@ _TRANSIENT_STATUSES = frozenset((408, 425, 429, 500, 502, 503, 504))
 
 
 def is_transient(status: int) -> bool:
-    """Whether the same request may succeed later, by the status of an HTTP answer."""
+    """Return whether the same HTTP request may succeed after an answer with this status."""
     return status in _TRANSIENT_STATUSES
 
 
 WRONG_ATTEMPTS = 4
-"""How often bytes are read that do not match their checksum: HDFS has three replicas, of which each
-may be damaged by itself, and a bit may flip on its way."""
+"""Attempts at bytes that do not match their checksum: each of HDFS's three replicas may be damaged,
+and a bit may flip in transit."""
 
 
 def dice() -> float:
-    """Return a random number in [0, 1), for which a start need not load Python's generator."""
+    """Return a random number in [0, 1), without loading Python's module `random`."""
     return int.from_bytes(os.urandom(6)) / 2**48
 
 
@@ -70,21 +69,21 @@ class Policy(Struct, frozen=True):
     """Exponential back-off with jitter, up to a number of attempts."""
 
     attempts: float = 6
-    """How often something is asked for before its failure is final. With the waits between (0.1 +
-    0.2 + 0.4 + 0.8 + 1.6 s) some 3 s: a restart behind a load balancer is ridden out, and a start
-    that must do without this store or registry does so soon."""
+    """Attempts before a failure is final. With the waits between (0.1 + 0.2 + 0.4 + 0.8 + 1.6 s)
+    they take some 3 s: long enough for a restart behind a load balancer, and short enough for a
+    start that has to do without the store or registry."""
     base_s: float = 0.1
     """The longest wait after the first failure; it doubles with each further one."""
     cap_s: float = 2.0
-    """No wait is longer: what comes back is noticed while its user still watches."""
+    """The longest wait, so that a server that comes back is noticed soon."""
 
     def delay_s(self, failures_count: int, fraction: float) -> float:
-        """Return the wait after so many failures in a row; `fraction` in [0, 1) is random.
+        """Return the wait after `failures_count` failures in a row; `fraction` in [0, 1) is random.
 
-        Between half of the full wait and all of it: nodes that failed at the same moment spread
-        out, and no node retries at once.
+        The result is between half of the full wait and all of it, so that nodes that failed at the
+        same moment do not retry together.
         """
-        # The exponent is bounded so that no float overflows.
+        # Bounded, so that the float does not overflow.
         full_s = min(self.cap_s, self.base_s * 2.0 ** min(failures_count - 1, 60))
         return full_s * (0.5 + 0.5 * fraction)
 
@@ -95,12 +94,15 @@ class Policy(Struct, frozen=True):
         left_s: float,
         fraction: float,
     ) -> float | None:
-        """Return the wait before the next attempt, None where there is none.
+        """Return the wait before the next attempt, or None if there is none.
 
-        `error` is the last of so many failures in a row, `left_s` the rest of the deadline. The
-        wait is not shorter than the server has said.
+        Wrong bytes are requested again at once, because another server may have correct ones.
 
-        Wrong bytes are asked for again at once: elsewhere they may be right.
+        Args:
+            error: The last failure. The wait is at least its `retry_after_s`.
+            failures_count: Failures in a row.
+            left_s: Rest of the deadline.
+            fraction: Random number in [0, 1).
         """
         attempts, wait_s = self.attempts, self.delay_s(failures_count, fraction)
         if isinstance(error, CorruptError):
@@ -112,22 +114,20 @@ class Policy(Struct, frozen=True):
 
 
 REQUEST = Policy()
-"""For a request that others can do without."""
+"""For a request whose caller can go on without an answer."""
 ONCE = Policy(attempts=1)
-"""For callers that try again themselves."""
+"""For callers that repeat attempts themselves."""
 SOON = Policy(attempts=math.inf, base_s=0.02)
-"""For what another server is about to know: a DataNode's report takes milliseconds."""
+"""For information that another server will have soon: a DataNode's report takes milliseconds."""
 UNTIL_DEADLINE = Policy(attempts=math.inf)
-"""Where only the deadline ends the attempts: for the reads and writes of a running job, which has
-no other way."""
+"""For reads and writes of a running job, which has no alternative: only the deadline ends them."""
 OUTAGE_DEADLINES = 1.5
-"""How many deadlines a running job waits for a storage that is gone. More than one, so that a
-server that takes a whole deadline to come back is still found, and has time to begin."""
+"""Deadlines that a running job waits for an unreachable storage: more than one, so that a server
+that takes a whole deadline to restart is still found."""
 
 
 class Attempts:
-    """The attempts at one thing: after each failure, whether and when there is another one. For
-    one thread."""
+    """Attempts at one operation, which tells after each failure about the next. For one thread."""
 
     def __init__(
         self,
@@ -137,14 +137,14 @@ class Attempts:
         clock: Callable[[], float] = time.monotonic,
         dice: Callable[[], float] = dice,
     ) -> None:
-        """No attempt begins later than `deadline_s` from now on, or from the last progress."""
+        """`deadline_s`: no attempt begins later than this after now or after the last progress."""
         self._policy = policy
         self._deadline_s = deadline_s
         self._clock = clock
         self._dice = dice
         self._ends_s = clock() + deadline_s
         self.failures_count = 0
-        """Failures since there was progress."""
+        """Failures since the last progress."""
 
     @property
     def left_s(self) -> float:
@@ -152,20 +152,20 @@ class Attempts:
         return max(0.0, self._ends_s - self._clock())
 
     def progressed(self) -> None:
-        """Note that the last attempt brought something: failures count anew."""
+        """Note that the last attempt made progress: the count of failures restarts."""
         self.failures_count = 0
         self._ends_s = self._clock() + self._deadline_s
 
     def pause_s(self, error: BaseException) -> float | None:
-        """Return the wait after an attempt that ended in `error`; None: it was the last."""
+        """Return the wait after an attempt that failed with `error`; None if it was the last."""
         self.failures_count += 1
         return self._policy.pause_s(error, self.failures_count, self.left_s, self._dice())
 
 
 def as_bootseer_error(error: BaseException, what: str) -> BootseerError:
-    """Return `error` as a BootseerError that says that `what` ("read blobs/x") failed.
+    """Return `error` as a BootseerError with the message that `what` ("read blobs/x") failed.
 
-    An error that is ours already keeps its class and its message.
+    A BootseerError is returned unchanged.
     """
     if isinstance(error, BootseerError):
         return error
@@ -189,13 +189,13 @@ def as_bootseer_error(error: BaseException, what: str) -> BootseerError:
 def fresh_copy(error: BootseerError) -> BootseerError:
     """Return a copy of `error` to raise in one thread.
 
-    A raised exception collects the traceback of its thread, so that one object must not be raised
-    by several waiters at once.
+    A raised exception collects the traceback of its thread, so several waiters must not raise the
+    same object.
     """
     try:
         copy = type(error)(*error.args)
     except TypeError:
-        # A class with a constructor of its own; sharing it only makes the traceback longer.
+        # The class has a constructor of its own. Sharing only makes the traceback longer.
         return error
     copy.__cause__ = error.__cause__ or error
     return copy

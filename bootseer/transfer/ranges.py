@@ -1,4 +1,4 @@
-"""Byte ranges of stored objects: which to fetch, joined how, in which order. Pure.
+"""Planning of reads: chunks of stored objects, joined to fetches in order. Pure.
 
 A `ChunkFetcher` carries out the fetches.
 """
@@ -10,18 +10,18 @@ from msgspec import Struct
 
 
 class Priority(IntEnum):
-    """Lower runs first."""
+    """Priority of a read; the lowest number runs first."""
 
     DEMAND = 0
-    """A reader is waiting."""
+    """A reader is waiting for the bytes."""
     PREFETCH = 1
-    """A hot set says that a reader will wait for it."""
+    """A hot set predicts that a reader will need the bytes."""
     FILL = 2
-    """Background."""
+    """The bytes are filled in the background."""
 
 
 class Chunk(Struct, frozen=True):
-    """A range of one stored object: the unit of fetching, verifying and sharing."""
+    """Range of a stored object: the unit of fetching, verifying and sharing."""
 
     key: str
     """The object's key in the store."""
@@ -32,12 +32,11 @@ class Chunk(Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """The offset behind the last byte."""
         return self.offset + self.length
 
 
 class Fetch(Struct, frozen=True):
-    """Ranged read that covers `chunks` (same key, ascending offset, with tolerated gaps)."""
+    """Ranged read that covers `chunks`: of one key, by ascending offset, with tolerated gaps."""
 
     key: str
     offset: int
@@ -47,7 +46,7 @@ class Fetch(Struct, frozen=True):
 
 
 def covering(chunks: Sequence[Chunk], priority: Priority) -> Fetch:
-    """Return the one fetch that reads all of `chunks` (not empty, one key, ascending offset)."""
+    """Return a fetch that reads all of `chunks` (not empty, one key, ascending offset)."""
     first = chunks[0]
     end = max(chunk.end for chunk in chunks)
     return Fetch(first.key, first.offset, end - first.offset, tuple(chunks), priority)
@@ -64,9 +63,9 @@ def plan(
     """Return the fetches for all chunks that are wanted and not cached.
 
     Neighbouring chunks of one object join into one fetch while the gap between them is at most
-    `max_gap_bytes` and the fetch stays within `max_fetch_bytes`. Wanted order is kept between
-    fetches: a fetch stands where its first-wanted chunk stood. A chunk wanted twice is planned
-    once; one chunk larger than `max_fetch_bytes` gets a fetch of its own.
+    `max_gap_bytes` and the fetch stays within `max_fetch_bytes`. Fetches are in the order of their
+    first wanted chunk. A chunk wanted twice is planned once; a chunk larger than `max_fetch_bytes`
+    gets a fetch of its own.
     """
     rank: dict[Chunk, int] = {}
     by_key: dict[str, list[Chunk]] = {}
@@ -110,8 +109,8 @@ def _groups(
 def remaining(fetch: Fetch, is_wanted: Callable[[Chunk], bool]) -> list[Fetch]:
     """Return the rest of `fetch` when only some of its chunks are still wanted.
 
-    The fetch is cut where a chunk is no longer wanted and trimmed to those that are, so that
-    nothing unwanted is read but the gaps that were tolerated before.
+    The fetch is cut at chunks that are no longer wanted, so that nothing unwanted is read except
+    gaps that were tolerated before.
     """
     runs: list[list[Chunk]] = [[]]
     for chunk in fetch.chunks:

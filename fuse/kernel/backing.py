@@ -1,9 +1,9 @@
 """Backing files of passthrough opens, and the rule that all opens of a node share one mode.
 
 The kernel refuses (EIO) to open a node in passthrough mode while it is open in another mode, or
-with another backing id. Alone owns the backing ids. Thread-safe within one process; the table lies
-in memory that a supervisor can share with the server's successor, so that the rule survives a
-crash. A crash can only leak a reference, never drop one that is in use.
+with another backing id. The table of open nodes lies in memory that a supervisor can share with the
+server's successor, so that the rule holds after a crash. A crash can leak a reference, but never
+drops a reference that is in use. Thread-safe within one process.
 """
 
 import base64
@@ -32,9 +32,9 @@ def new_table() -> mmap.mmap:
 
 
 def table_to_text(table: mmap.mmap) -> str:
-    """Return a table as text, for a process that is no fork of this one.
+    """Return a table as text, for a process that is not a fork of this one.
 
-    No thread may use the table meanwhile.
+    No thread may use the table at the same time.
     """
     return base64.b64encode(table[:].rstrip(b"\0")).decode("ascii")
 
@@ -109,7 +109,7 @@ class BackingFiles:
                 return backing_id
             backing_id = ORDINARY if backing_fd is None else self._register(backing_fd)
             if not self._claim(node, backing_id) and backing_id != ORDINARY:
-                # The table is full of open nodes: what is not counted must not be passed through.
+                # The table is full, and a node that is not counted must not be passed through.
                 self._unregister(backing_id)
                 return ORDINARY
             return backing_id
@@ -117,8 +117,8 @@ class BackingFiles:
     def release(self, node: int) -> None:
         """Count one open of `node` less.
 
-        Call after the reply to RELEASE: then a crash in between leaks a reference, and does not
-        drop one that is in use.
+        Call this after the reply to RELEASE, so that a crash in between leaks a reference instead
+        of dropping a reference that is in use.
         """
         with self._lock:
             slot = self._slots.get(node)
@@ -129,7 +129,7 @@ class BackingFiles:
                 self._set(slot, backing_id, count - 1)
                 return
             _NODE.pack_into(self._table, slot * _SLOT_BYTES, 0)
-            # Not all zero, so that a successor's scan does not end here.
+            # Not all zeros, which would end a successor's scan.
             self._set(slot, 0, 1)
             del self._slots[node]
             self._free.append(slot)
@@ -144,7 +144,7 @@ class BackingFiles:
             # Returns the id itself, which the kernel counts up from 1.
             return int(fcntl.ioctl(self._device, wire.IOC_BACKING_OPEN, request, True))
         except OSError as error:
-            # EPERM will not change; ELOOP and others depend on the file.
+            # EPERM is permanent; ELOOP and others depend on the file.
             self._permitted = error.errno != errno.EPERM
             if not self._warned:
                 self._warned = True

@@ -1,7 +1,7 @@
-"""Agreement with the kernel on the protocol (INIT), as pure functions.
+"""Negotiation of the protocol with the kernel (INIT), as pure functions.
 
-Degrades step by step from Linux 6.18 (7.45) to 5.4 (7.31): whatever the kernel does not offer is
-not asked for, and the resulting `Connection` says what holds.
+Works with Linux 5.4 (7.31) to 6.18 (7.45): features that the kernel does not offer are not asked
+for, and `ConnectionFeatures` lists the agreed ones.
 """
 
 from msgspec import Struct
@@ -21,8 +21,8 @@ class InitRequest(Struct, frozen=True):
     flags: int
 
 
-class Connection(Struct, frozen=True):
-    """Facts on which both sides agreed, valid until the file system is unmounted."""
+class ConnectionFeatures(Struct, frozen=True):
+    """Features on which both sides agreed, valid until the file system is unmounted."""
 
     flags: int
     max_write_bytes: int
@@ -98,8 +98,8 @@ def wanted_flags(options: MountOptions) -> int:
     return wanted
 
 
-def negotiate(request: InitRequest, options: MountOptions) -> tuple[Connection, bytes]:
-    """Return the agreement, and the reply's body (struct fuse_init_out) that proposes it.
+def negotiate(request: InitRequest, options: MountOptions) -> tuple[ConnectionFeatures, bytes]:
+    """Return the agreed features, and the body of the reply (struct fuse_init_out).
 
     Raises:
         UnsupportedError: the kernel speaks another major version, or one older than 7.31.
@@ -135,9 +135,9 @@ def negotiate(request: InitRequest, options: MountOptions) -> tuple[Connection, 
         max_pages if flags & wire.MAX_PAGES else 0,
         0,
         flags >> 32,
-        # Passthrough is refused without a stack depth. 1: the backing file itself may not lie
-        # on another stacking file system, but overlayfs may lie on top of us.
+        # Passthrough needs a stack depth. With 1, the backing file must not lie on a stacking file
+        # system, but overlayfs may lie on top of this one.
         1 if flags & wire.PASSTHROUGH else 0,
         options.kernel_deadline_s if flags & wire.REQUEST_TIMEOUT else 0,
     )
-    return Connection(flags, max_write_bytes), reply
+    return ConnectionFeatures(flags, max_write_bytes), reply

@@ -1,9 +1,8 @@
-"""The kernel's control files of FUSE connections (fusectl), which tell and abort live ones.
+"""The kernel's control files of FUSE connections (fusectl): lookup and abort of connections.
 
-Where nobody has mounted it on /sys/fs/fuse/connections
-(containers, minimal hosts), root uses a mount of its own that has no place in the file tree and
-so is seen by nobody. A connection's number is given to another one as soon as it is gone: who waits
-for one, or aborts it late, holds a `Connection`. Safe from any thread.
+If fusectl is not mounted on /sys/fs/fuse/connections (containers, minimal hosts), root uses a mount
+of its own that has no place in the file tree. The number of a connection is reused as soon as the
+connection is gone, so code that waits for a connection holds a `LiveConnection`. Any thread.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 log = logging.getLogger(__name__)
 
 _CONNECTIONS = "/sys/fs/fuse/connections"
-# System calls since Linux 5.2 have one number on every architecture that Python runs on but alpha.
+# System calls since Linux 5.2 have the same number on every architecture but alpha.
 _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 430, 431, 432
 _CLOEXEC = 1  # FSOPEN_CLOEXEC, FSMOUNT_CLOEXEC
 _FSCONFIG_CMD_CREATE = 6
@@ -26,7 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @contextlib.contextmanager
 def _connections() -> Iterator[int | None]:
-    """Yield a descriptor of the folder with a folder for each connection; None: no access."""
+    """Yield a descriptor of the folder of all connections, or None without access."""
     folder = _open_visible() if os.path.ismount(_CONNECTIONS) else _open_private()
     try:
         yield folder
@@ -56,14 +55,14 @@ def _open_private() -> int | None:
     return int(folder) if folder >= 0 else None
 
 
-class Connection:
-    """A FUSE connection, told from a later one that gets the same number."""
+class LiveConnection:
+    """FUSE connection, distinguished from a later connection with the same number."""
 
     def __init__(self, folder: int, device_minor: int) -> None:
         self._folder = folder
         self._name = str(device_minor)
         try:
-            # Held open, its inode is not given to another folder.
+            # While it is open, its inode number is not reused.
             flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
             self._own: int | None = os.open(self._name, flags, dir_fd=folder)
         except FileNotFoundError:
@@ -88,9 +87,9 @@ class Connection:
         return True
 
     def abort(self) -> bool:
-        """Fail every request of the connection, now and for ever. Return False if not allowed.
+        """Fail all requests of the connection, now and later. Return False if not allowed.
 
-        A connection that is gone already counts as aborted.
+        A connection that is gone counts as aborted.
         """
         if self._own is None:
             return True
@@ -115,13 +114,13 @@ class Connection:
 
 
 @contextlib.contextmanager
-def connection(device_minor: int) -> Iterator[Connection | None]:
-    """Yield the connection that has this number now; None if the control files are out of reach."""
+def connection(device_minor: int) -> Iterator[LiveConnection | None]:
+    """Yield the connection with this number; None if the control files are not accessible."""
     with _connections() as folder:
         if folder is None:
             yield None
             return
-        one = Connection(folder, device_minor)
+        one = LiveConnection(folder, device_minor)
         try:
             yield one
         finally:
@@ -129,9 +128,9 @@ def connection(device_minor: int) -> Iterator[Connection | None]:
 
 
 def abort(device_minor: int) -> bool:
-    """Fail every request of the connection, now and for ever.
+    """Fail all requests of the connection, now and later.
 
-    Return True also if it is gone already, and False if the control files are out of reach.
+    Return True also if it is gone already, and False if the control files are not accessible.
     """
     with connection(device_minor) as one:
         return one is not None and one.abort()

@@ -1,8 +1,8 @@
-"""Answering requests: from a request's bytes to one call of `Operations`, and to the reply's bytes.
+"""Dispatch of requests: from a request's bytes to a call of `Operations`, and to the reply's bytes.
 
-Translates between protocol and interface, turns exceptions into errnos, and counts the lookups that
-the kernel was told of. READ, WRITE and INTERRUPT are the session's, which has the buffers. No I/O
-but the passthrough ioctls. Thread-safe: called from every server thread.
+Converts exceptions to errnos, and counts the lookups that the kernel was told of. `session` handles
+READ, WRITE and INTERRUPT itself, because it has the buffers. No I/O except the passthrough ioctls.
+Thread-safe: called from every server thread.
 """
 
 import errno
@@ -28,8 +28,8 @@ P = ParamSpec("P")
 _ERRNO_MAX = 511
 _TYPE_DIRECTORY = 0o040000
 _COOKIE_DOT, _COOKIE_DOT_DOT = 1, 2
-# Requests that no file system of ours can do. After ENOSYS the kernel asks no more: then it answers
-# EOPNOTSUPP to xattrs by itself, and access(2) succeeds. Opcodes that are not listed get ENOSYS.
+# Requests that no file system of Bootseer supports. After ENOSYS the kernel does not ask again: it
+# answers EOPNOTSUPP to xattrs, and access(2) succeeds. Opcodes that are not listed get ENOSYS.
 _REFUSED = {
     wire.SYMLINK: errno.EPERM,
     wire.MKNOD: errno.EPERM,
@@ -41,29 +41,29 @@ _REFUSED = {
 }
 
 
-class Answer(Struct):
-    """A reply that is ready to be sent."""
+class Reply(Struct):
+    """Reply that is ready to be sent."""
 
     body: bytes = b""
     error: int = 0
     undelivered: Callable[[], None] | None = None
-    """Called if the kernel no longer wants the reply: undoes what the request did."""
+    """Called if the kernel no longer wants the reply: undoes the request."""
     afterwards: Callable[[], None] | None = None
     """Called once the reply is sent."""
 
 
-EMPTY = Answer()
+EMPTY = Reply()
 
-Handler: TypeAlias = Callable[[Caller, int, memoryview], Answer | None]
+Handler: TypeAlias = Callable[[Caller, int, memoryview], Reply | None]
 """Takes the caller, the node and the bytes behind the header."""
 
 
 class LookupCounts:
-    """The number of references to each node that the kernel holds. Thread-safe.
+    """Number of references to each node that the kernel holds. Thread-safe.
 
-    `dropped(node)` is called once the kernel cannot name the node any more. A node whose count
-    falls to zero while another thread is just looking names up may be that thread's answer, not
-    counted yet; so `dropped` waits until no lookup is under way.
+    `dropped(node)` is called once the kernel cannot name the node any more. While a lookup is under
+    way, a node whose count falls to zero may be its answer, not counted yet; so `dropped` is called
+    only when no lookup is under way.
     """
 
     def __init__(self, dropped: Callable[[int], None]) -> None:
@@ -81,7 +81,8 @@ class LookupCounts:
     def end(self, nodes: Iterable[int] = ()) -> None:
         """Note that the request ended, and that its reply names `nodes`.
 
-        Call before the reply is sent: the kernel may forget a node as soon as it knows it.
+        Call this before the reply is sent: the kernel may forget a node as soon as it has the
+        reply.
         """
         with self._lock:
             self._lookups_under_way -= 1
@@ -97,15 +98,15 @@ class LookupCounts:
         Nodes that are not known are tolerated: a restarted server has lost its counts.
         """
         with self._lock:
-            left = self._counts.get(node, 0) - count
-            if left > 0:
-                self._counts[node] = left
+            remaining = self._counts.get(node, 0) - count
+            if remaining > 0:
+                self._counts[node] = remaining
             elif self._counts.pop(node, None) is not None:
                 self._zero.add(node)
             self._drop_unused()
 
     def _drop_unused(self) -> None:
-        # With the lock held: a lookup that began now could be answered with such a node.
+        # The lock is held: a lookup that began now could be answered with such a node.
         if self._lookups_under_way or not self._zero:
             return
         for node in self._zero:
@@ -151,25 +152,25 @@ class Dispatcher:
             wire.DESTROY: lambda caller, node, body: EMPTY,
         }
 
-    def answer(self, opcode: int, caller: Caller, node: int, body: memoryview) -> Answer | None:
-        """Return the reply to a request, or None if the protocol wants none. Never raises.
+    def answer(self, opcode: int, caller: Caller, node: int, body: memoryview) -> Reply | None:
+        """Return the reply to a request, or None if the request has no reply. Never raises.
 
         `body` is the part of the request after the header; it is not used after the call.
         """
         handler = self._handlers.get(opcode)
         if handler is None:
-            return Answer(error=_REFUSED.get(opcode, errno.ENOSYS))
+            return Reply(error=_REFUSED.get(opcode, errno.ENOSYS))
         try:
             return handler(caller, node, body)
-        # BaseException: extensions written in Rust panic with one that is no Exception.
+        # BaseException: panics of extensions written in Rust are not an Exception.
         except BaseException as error:
             if opcode in (wire.FORGET, wire.BATCH_FORGET):
                 self.report(opcode, error)
                 return None
-            return Answer(error=self.errno_for(opcode, error))
+            return Reply(error=self.errno_for(opcode, error))
 
     def errno_for(self, opcode: int, error: BaseException) -> int:
-        """Return the errno to answer with. Log an unforeseen exception once per place."""
+        """Return the errno for an exception. Log an unexpected one once per place."""
         if not isinstance(error, OSError | BootseerError):
             self.report(opcode, error)
         code = errno_of(error)
@@ -186,12 +187,12 @@ class Dispatcher:
 
     # ---- names ------------------------------------------------------------------------------
 
-    def _lookup(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _lookup(self, caller: Caller, node: int, body: memoryview) -> Reply:
         name = wire.decode_name(body)
         return self._counted(self.operations.lookup, caller, node, name)
 
-    def _counted(self, make: Callable[P, Entry], *args: P.args, **kwargs: P.kwargs) -> Answer:
-        """Call `make`, which names one node, and answer with its entry."""
+    def _counted(self, make: Callable[P, Entry], *args: P.args, **kwargs: P.kwargs) -> Reply:
+        """Return a reply with the entry that `make` returns, and count the lookup."""
         nodes: Sequence[int] = ()
         self._lookups.begin()
         try:
@@ -201,7 +202,7 @@ class Dispatcher:
                 nodes = (entry.attributes.node,)
         finally:
             self._lookups.end(nodes)
-        return Answer(body, undelivered=lambda: self._uncount(nodes))
+        return Reply(body, undelivered=lambda: self._uncount(nodes))
 
     def _uncount(self, nodes: Sequence[int]) -> None:
         for node in nodes:
@@ -222,26 +223,26 @@ class Dispatcher:
         finally:
             self._lookups.forget(node, count)
 
-    def _mkdir(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _mkdir(self, caller: Caller, node: int, body: memoryview) -> Reply:
         mode, _ = wire.MKDIR_IN.unpack_from(body)
         name = wire.decode_name(body[wire.MKDIR_IN.size :])
         return self._counted(self.operations.mkdir, caller, node, name, mode)
 
-    def _unlink(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _unlink(self, caller: Caller, node: int, body: memoryview) -> Reply:
         self.operations.unlink(caller, node, wire.decode_name(body))
         return EMPTY
 
-    def _rmdir(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _rmdir(self, caller: Caller, node: int, body: memoryview) -> Reply:
         self.operations.rmdir(caller, node, wire.decode_name(body))
         return EMPTY
 
-    def _rename(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _rename(self, caller: Caller, node: int, body: memoryview) -> Reply:
         (new_parent,) = wire.RENAME_IN.unpack_from(body)
         name, new_name = wire.decode_two_names(body[wire.RENAME_IN.size :])
         self.operations.rename(caller, node, name, new_parent, new_name, 0)
         return EMPTY
 
-    def _rename2(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _rename2(self, caller: Caller, node: int, body: memoryview) -> Reply:
         new_parent, flags, _ = wire.RENAME2_IN.unpack_from(body)
         name, new_name = wire.decode_two_names(body[wire.RENAME2_IN.size :])
         self.operations.rename(caller, node, name, new_parent, new_name, flags)
@@ -249,29 +250,29 @@ class Dispatcher:
 
     # ---- attributes -------------------------------------------------------------------------
 
-    def _getattr(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _getattr(self, caller: Caller, node: int, body: memoryview) -> Reply:
         flags, _, handle = wire.GETATTR_IN.unpack_from(body)
         wanted = handle if flags & wire.GETATTR_FH else None
-        return Answer(wire.encode_attr_out(*self.operations.getattr(caller, node, wanted)))
+        return Reply(wire.encode_attr_out(*self.operations.getattr(caller, node, wanted)))
 
-    def _setattr(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _setattr(self, caller: Caller, node: int, body: memoryview) -> Reply:
         changes = wire.decode_setattr(body, time.time_ns())
         if changes.lock_owner is not None:
             caller = caller.owning(changes.lock_owner)
-        return Answer(wire.encode_attr_out(*self.operations.setattr(caller, node, changes)))
+        return Reply(wire.encode_attr_out(*self.operations.setattr(caller, node, changes)))
 
-    def _readlink(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        return Answer(self.operations.readlink(caller, node))
+    def _readlink(self, caller: Caller, node: int, body: memoryview) -> Reply:
+        return Reply(self.operations.readlink(caller, node))
 
-    def _statfs(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        return Answer(wire.encode_statfs(self.operations.statfs(caller, node)))
+    def _statfs(self, caller: Caller, node: int, body: memoryview) -> Reply:
+        return Reply(wire.encode_statfs(self.operations.statfs(caller, node)))
 
-    def _getxattr(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _getxattr(self, caller: Caller, node: int, body: memoryview) -> Reply:
         size, _ = wire.GETXATTR_IN.unpack_from(body)
         name = wire.decode_name(body[wire.GETXATTR_IN.size :])
         return _sized(self.operations.getxattr(caller, node, name), size)
 
-    def _listxattr(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _listxattr(self, caller: Caller, node: int, body: memoryview) -> Reply:
         size, _ = wire.GETXATTR_IN.unpack_from(body)
         names = self.operations.listxattr(caller, node)
         return _sized(b"".join(name + b"\0" for name in names), size)
@@ -292,15 +293,15 @@ class Dispatcher:
         flags |= wire.FOPEN_PARALLEL_DIRECT_WRITES if opened.parallel_direct_writes else 0
         return wire.OPEN_OUT.pack(opened.handle, flags, 0)
 
-    def _open(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _open(self, caller: Caller, node: int, body: memoryview) -> Reply:
         flags, _ = wire.OPEN_IN.unpack_from(body)
         opened = self.operations.open(caller, node, flags)
-        return Answer(
+        return Reply(
             self._opened(node, opened),
             undelivered=lambda: self._cancel_open(node, opened.handle, flags),
         )
 
-    def _create(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _create(self, caller: Caller, node: int, body: memoryview) -> Reply:
         flags, mode, _, _ = wire.CREATE_IN.unpack_from(body)
         name = wire.decode_name(body[wire.CREATE_IN.size :])
         made: list[tuple[int, Opened]] = []
@@ -330,39 +331,39 @@ class Dispatcher:
         if self._backing is not None:
             self._backing.release(node)
 
-    def _release(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _release(self, caller: Caller, node: int, body: memoryview) -> Reply:
         handle, flags, _, _ = wire.RELEASE_IN.unpack_from(body)
         backing = self._backing
         afterwards = None if backing is None else lambda: backing.release(node)
         try:
             self.operations.release(node, handle, flags)
         except BaseException as error:
-            return Answer(error=self.errno_for(wire.RELEASE, error), afterwards=afterwards)
-        return Answer(afterwards=afterwards)
+            return Reply(error=self.errno_for(wire.RELEASE, error), afterwards=afterwards)
+        return Reply(afterwards=afterwards)
 
-    def _flush(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _flush(self, caller: Caller, node: int, body: memoryview) -> Reply:
         handle, _, _, lock_owner = wire.FLUSH_IN.unpack_from(body)
         self.operations.flush(caller.owning(lock_owner), node, handle)
         return EMPTY
 
-    def _fsync(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _fsync(self, caller: Caller, node: int, body: memoryview) -> Reply:
         handle, flags, _ = wire.FSYNC_IN.unpack_from(body)
         self.operations.fsync(caller, node, handle, bool(flags & wire.FSYNC_DATA_ONLY))
         return EMPTY
 
-    def _lseek(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _lseek(self, caller: Caller, node: int, body: memoryview) -> Reply:
         handle, offset, whence, _ = wire.LSEEK_IN.unpack_from(body)
         found = self.operations.lseek(caller, node, handle, offset, whence)
-        return Answer(wire.LSEEK_OUT.pack(found))
+        return Reply(wire.LSEEK_OUT.pack(found))
 
     # ---- directories ------------------------------------------------------------------------
 
-    def _opendir(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _opendir(self, caller: Caller, node: int, body: memoryview) -> Reply:
         flags, _ = wire.OPEN_IN.unpack_from(body)
         opened = self.operations.opendir(caller, node, flags)
         reply_flags = wire.FOPEN_CACHE_DIR if opened.cache_directory else 0
         reply_flags |= wire.FOPEN_KEEP_CACHE if opened.keep_cache else 0
-        return Answer(
+        return Reply(
             wire.OPEN_OUT.pack(opened.handle, reply_flags, 0),
             undelivered=lambda: self.operations.releasedir(node, opened.handle),
         )
@@ -379,12 +380,12 @@ class Dispatcher:
         entries += self.operations.readdir(caller, node, handle, after, plus)
         return entries
 
-    def _readdir(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _readdir(self, caller: Caller, node: int, body: memoryview) -> Reply:
         handle, offset, size, *_ = wire.READ_IN.unpack_from(body)
         entries = self._entries(caller, node, handle, offset, False)
-        return Answer(wire.encode_directory(entries, size, False)[0])
+        return Reply(wire.encode_directory(entries, size, False)[0])
 
-    def _readdirplus(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _readdirplus(self, caller: Caller, node: int, body: memoryview) -> Reply:
         handle, offset, size, *_ = wire.READ_IN.unpack_from(body)
         counted: Sequence[int] = ()
         self._lookups.begin()
@@ -393,22 +394,22 @@ class Dispatcher:
             reply, counted = wire.encode_directory(entries, size, True)
         finally:
             self._lookups.end(counted)
-        return Answer(reply, undelivered=lambda: self._uncount(counted))
+        return Reply(reply, undelivered=lambda: self._uncount(counted))
 
-    def _releasedir(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _releasedir(self, caller: Caller, node: int, body: memoryview) -> Reply:
         self.operations.releasedir(node, wire.RELEASE_IN.unpack_from(body)[0])
         return EMPTY
 
-    def _fsyncdir(self, caller: Caller, node: int, body: memoryview) -> Answer:
+    def _fsyncdir(self, caller: Caller, node: int, body: memoryview) -> Reply:
         handle, flags, _ = wire.FSYNC_IN.unpack_from(body)
         self.operations.fsyncdir(caller, node, handle, bool(flags & wire.FSYNC_DATA_ONLY))
         return EMPTY
 
 
-def _sized(value: bytes, size_bytes: int) -> Answer:
-    """Return an xattr reply. With size 0 the caller asks how long the value is."""
+def _sized(value: bytes, size_bytes: int) -> Reply:
+    """Return an xattr reply. With size 0 the caller asks for the length of the value."""
     if size_bytes == 0:
-        return Answer(wire.GETXATTR_OUT.pack(len(value), 0))
+        return Reply(wire.GETXATTR_OUT.pack(len(value), 0))
     if len(value) > size_bytes:
-        return Answer(error=errno.ERANGE)
-    return Answer(value)
+        return Reply(error=errno.ERANGE)
+    return Reply(value)

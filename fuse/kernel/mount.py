@@ -1,7 +1,7 @@
 """Mounting: from an empty directory to the /dev/fuse descriptor that serves it.
 
-With CAP_SYS_ADMIN by mount(2), otherwise through the set-user-id helper fusermount3, which hands
-the descriptor back over a socket. Stateless; safe from any thread.
+With CAP_SYS_ADMIN by mount(2), otherwise through the set-user-id helper fusermount3, which sends
+the descriptor over a socket. Stateless; safe from any thread.
 """
 
 import errno
@@ -37,15 +37,15 @@ def can_mount_directly() -> bool:
 
 
 def mount(mountpoint: Path, options: MountOptions) -> int:
-    """Mount on `mountpoint`. Return the descriptor (close-on-exec) on which the kernel asks.
+    """Mount on `mountpoint`. Return the descriptor (close-on-exec) of the kernel's requests.
 
-    Until a server answers INIT there, every access to the mountpoint waits.
+    Until a server answers INIT, every access to the mountpoint waits.
 
     Raises:
-        NotFoundError, InvalidInputError: the mountpoint is missing or no directory.
+        NotFoundError, InvalidInputError: the mountpoint is missing or not a directory.
         BusyError: a FUSE file system is mounted there already.
-        UnsupportedError: no /dev/fuse, or neither privileges nor fusermount3.
-        PermissionDeniedError: refused.
+        UnsupportedError: there is no /dev/fuse, or neither privileges nor fusermount3.
+        PermissionDeniedError: mounting is not allowed.
     """
     path = mount_table.absolute(mountpoint)
     existing = mount_table.find_mount(path)
@@ -67,7 +67,7 @@ def mount(mountpoint: Path, options: MountOptions) -> int:
             f"cannot mount on {path}: there is no {DEVICE}; load the module (modprobe fuse), or "
             f"give the container the device (--device {DEVICE})"
         )
-    # The helper, too, opens it with the rights of its caller.
+    # The helper opens the device with the rights of its caller.
     if not os.access(DEVICE, os.R_OK | os.W_OK):
         raise PermissionDeniedError(
             f"cannot mount on {path}: this user may not open {DEVICE}; let root run "
@@ -99,7 +99,7 @@ def _mount_directly(path: Path, mode: int, options: MountOptions) -> int:
     except OSError as error:
         os.close(device)
         if error.errno == errno.EPERM and find_helper():
-            # In a user namespace that does not own the mount namespace, for one.
+            # For example in a user namespace that does not own the mount namespace.
             log.debug("mount(2) on %s is not permitted: trying the helper", path)
             return _mount_with_helper(path, options)
         if error.errno == errno.ENODEV:
@@ -131,7 +131,7 @@ def _mount_with_helper(path: Path, options: MountOptions) -> int:
         reason = run_helper(command, env=environment, pass_fds=[theirs.fileno()])
         if reason is not None:
             raise PermissionDeniedError(f"cannot mount on {path}: {reason}")
-        # The helper has ended, so its message is in the socket or never comes.
+        # The helper has ended, so its message is in the socket now or never.
         ours.setblocking(False)
         try:
             _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
@@ -144,7 +144,7 @@ def _mount_with_helper(path: Path, options: MountOptions) -> int:
 
 
 def set_readahead(device_minor: int, readahead_bytes: int) -> bool:
-    """Set how far the kernel reads ahead on a mounted connection. Return False if only root may."""
+    """Set the kernel's readahead for a connection. Return False if only root may."""
     control = Path(f"/sys/class/bdi/0:{device_minor}/read_ahead_kb")
     try:
         control.write_text(f"{readahead_bytes // 1024}\n")

@@ -1,11 +1,11 @@
-"""The file-system interface that a `Server` drives.
+"""The file-system interface that a `FuseServer` drives.
 
-Methods are called from several server threads at once. A method answers by returning, or fails by
-raising any exception; `bootseer.errors.errno_of` turns it into the reply's errno. A method that is
-not overridden answers ENOSYS, and the kernel stops asking where the protocol says so.
-Node ids are 64-bit, the root is 1; names are raw bytes. Every method must end within its own
-deadline: a process that waits for a reply cannot be killed. Requests that no file system of ours
-can do (links, device nodes, fallocate, setting xattrs) have no method: `dispatch` refuses them.
+Methods are called from several server threads at once. A method may raise any exception;
+`bootseer.errors.errno_of` converts it to the reply's errno. A method that is not overridden answers
+ENOSYS, and the kernel stops asking if the protocol says so. Node ids have 64 bits, the root is 1;
+names are raw bytes. Every method must end within its own deadline: a process that waits for a reply
+cannot be killed. Requests that no file system of Bootseer supports (links, device nodes, fallocate,
+setting xattrs) have no method: `dispatch` refuses them.
 """
 
 import errno
@@ -16,7 +16,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 ROOT_NODE = 1
-# Set in the number of a request that another process may have begun (FUSE_UNIQUE_RESEND, 7.40).
+# Flag in the number of a request that another process may have begun (FUSE_UNIQUE_RESEND, 7.40).
 _UNIQUE_RESENT = 1 << 63
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -46,7 +46,7 @@ class Attributes(Struct, frozen=True):
 
 
 class Entry(Struct, frozen=True):
-    """Answer to a lookup. Each one sent adds 1 to the node's lookup count.
+    """Answer to a lookup. Each entry that is sent adds 1 to the node's lookup count.
 
     `attributes=None` is a negative entry: the kernel remembers for `entry_ttl_s` that the name
     does not exist.
@@ -61,11 +61,10 @@ class Entry(Struct, frozen=True):
 class Opened(Struct, frozen=True):
     """Answer to open and opendir.
 
-    `direct_io` bypasses the page cache; `keep_cache` keeps pages of earlier opens;
-    `passthrough_fd` lets the kernel serve the file from that descriptor without asking us again
-    (falls back to ordinary reads where the kernel or the privileges do not allow it, so `read`
-    must work all the same). The server dups `passthrough_fd` as needed; the caller keeps its own.
-    Never mix passthrough and cached opens of one node (the kernel answers EIO).
+    `direct_io` bypasses the page cache; `keep_cache` keeps pages of earlier opens. With
+    `passthrough_fd` the kernel reads the file from that descriptor and does not ask the server
+    (if kernel and privileges allow it; else `read` is called). The caller keeps its descriptor.
+    Passthrough and cached opens of one node must not be mixed (the kernel answers EIO).
     """
 
     handle: int = 0
@@ -78,15 +77,16 @@ class Opened(Struct, frozen=True):
 
 
 class DirectoryEntry(Struct, frozen=True):
-    """Name in a directory. `offset` is the cookie that continues *after* this entry (> 0)."""
+    """Name in a directory."""
 
     name: bytes
     node: int
     mode: int
     """File type bits are enough for readdir."""
     offset: int
+    """Cookie (> 0) with which a listing continues after this entry."""
     entry: Entry | None = None
-    """For readdirplus; None where only the name is known."""
+    """For readdirplus; None if only the name is known."""
 
 
 class FileSystemStatistics(Struct, frozen=True):
@@ -118,8 +118,8 @@ class SetAttributes(Struct, frozen=True):
 class Caller(Struct, frozen=True, eq=False):
     """Credentials of the process behind a request. Read-only.
 
-    A long wait should look at `is_interrupted`, which becomes true when the kernel sends
-    INTERRUPT for the request, or when the server has answered in the operation's stead.
+    A long wait should check `is_interrupted`, which becomes true when the kernel sends INTERRUPT
+    for the request, or when the server has answered it instead of the operation.
     """
 
     uid: int
@@ -128,8 +128,8 @@ class Caller(Struct, frozen=True, eq=False):
     unique: int = 0
     interrupts: "frozenset[int] | set[int]" = frozenset()
     lock_owner: int | None = None
-    """Table of open files that the process uses: the same for all its threads, another one in each
-    child. Known for a write, a flush and a truncation, else None."""
+    """Identity of the process's table of open files, which its threads share and its children do
+    not. Known for a write, a flush and a truncation, else None."""
 
     @property
     def is_interrupted(self) -> bool:
@@ -138,7 +138,7 @@ class Caller(Struct, frozen=True, eq=False):
 
     @property
     def is_resent(self) -> bool:
-        """Return whether a predecessor of this process may have done all or part of this."""
+        """Return whether a predecessor of this process may have begun the request."""
         return bool(self.unique & _UNIQUE_RESENT)
 
     def owning(self, lock_owner: int) -> "Caller":
@@ -147,7 +147,7 @@ class Caller(Struct, frozen=True, eq=False):
 
     @property
     def request(self) -> int:
-        """Return the request's number, which stays the same when it is asked again."""
+        """Return the request's number, which is the same when the kernel repeats the request."""
         return self.unique & ~_UNIQUE_RESENT
 
 
@@ -156,22 +156,22 @@ def _refuse(code: int) -> OSError:
 
 
 class Operations:
-    """A file system. Subclasses override the methods for the operations that they have."""
+    """File system. Subclasses override the methods of the operations that they support."""
 
     store_pages: Callable[[int, int, Buffer], bool] | None = None
-    """`Server.notify_store`, set before `mounted` is called. None where the mount has no
+    """`FuseServer.notify_store`, set before `mounted` is called. None if the mount has no
     `MountOptions.kernel_deadline_s`: a server killed while it stores pages would never end."""
     forget_pages: Callable[[int, int, int], bool] | None = None
-    """`Server.notify_inval_inode`, set before `mounted` is called."""
+    """`FuseServer.notify_inval_inode`, set before `mounted` is called."""
 
     def mounted(self) -> None:
         """Called once, after INIT, before the first request. Start threads here."""
 
     def all_closed(self) -> None:
-        """Called before `destroyed` if the mount ended because nothing on it is open any more.
+        """Called before `destroyed` if the mount ended because no file on it is open any more.
 
-        The kernel drops requests that nobody has read by then: some files that were closed last
-        were not released. Must not raise.
+        The kernel drops requests that were not read by then, so the files that were closed last may
+        not have been released. Must not raise.
         """
 
     def destroyed(self) -> None:
@@ -187,15 +187,14 @@ class Operations:
         """Called when the kernel dropped `count` lookups of `node`. Must not raise."""
 
     def dropped(self, node: int) -> None:
-        """Called when the lookup count of `node` fell to zero and no request that could raise it is
-        under way: everything that belongs to the node can be freed.
+        """Called when the kernel has no reference to `node` any more: its data can be freed.
 
-        Must not raise, and must not wait: lookups wait for it. May be called again if the node was
-        looked up again. Not called for nodes that a crashed predecessor looked up.
+        Must not raise and must not wait, since lookups wait for it. May be called again if the node
+        was looked up again. Not called for nodes that a crashed predecessor looked up.
         """
 
     def getattr(self, caller: Caller, node: int, handle: int | None) -> tuple[Attributes, float]:
-        """Return the attributes, and for how many seconds the kernel may cache them."""
+        """Return the attributes, and the seconds for which the kernel may cache them."""
         raise _refuse(errno.ENOSYS)
 
     def setattr(
@@ -230,8 +229,8 @@ class Operations:
     def open(self, caller: Caller, node: int, flags: int) -> Opened:
         """Open a file.
 
-        After ENOSYS the kernel never asks again, and every open succeeds with cached pages kept
-        (only where no file wants `direct_io` or passthrough).
+        After ENOSYS the kernel never asks again, and every open succeeds with cached pages kept: an
+        option for file systems without `direct_io` and passthrough.
         """
         raise _refuse(errno.ENOSYS)
 
@@ -246,9 +245,9 @@ class Operations:
     ) -> Buffer | Sequence[Buffer]:
         """Return up to `length` bytes from `offset`, fewer only at the end of the file.
 
-        Several buffers are sent with one writev: no need to join them. They must stay unchanged
+        Several buffers are sent with one writev and need not be joined. They must stay unchanged
         until the reply is written, which is before this thread calls `read` again. Views of a
-        mapped file are the fastest of all, but not under `supervise`: see there.
+        mapped file are the fastest, but must not be used under supervision.
         """
         raise _refuse(errno.EIO)
 
@@ -261,18 +260,18 @@ class Operations:
         data: bytearray | memoryview,
         flags: int,
     ) -> int:
-        """Write `data`, and return how many bytes were taken.
+        """Write `data`, and return the number of bytes written.
 
-        A memoryview is valid during the call only; a bytearray is the callee's to keep, so that
-        large writes need not be copied.
+        A memoryview is valid during the call only. The callee may keep a bytearray, so that large
+        writes need not be copied.
         """
         raise _refuse(errno.EROFS)
 
     def flush(self, caller: Caller, node: int, handle: int) -> None:
-        """Called for each close(2) of a descriptor; its error becomes that of close.
+        """Called for each close(2) of a descriptor; close(2) returns its error.
 
-        A child that inherited the descriptor closes it as well, when it ends at the latest:
-        `caller.lock_owner` tells the two apart. After ENOSYS the kernel never asks again.
+        A child that inherited the descriptor closes it, too, at the latest when it ends:
+        `caller.lock_owner` distinguishes the two. After ENOSYS the kernel never asks again.
         """
         raise _refuse(errno.ENOSYS)
 
@@ -280,15 +279,17 @@ class Operations:
         raise _refuse(errno.ENOSYS)
 
     def release(self, node: int, handle: int, flags: int) -> None:
-        """Called when the last descriptor of this open is gone. No process sees an error."""
+        """Called when the last descriptor of this open is closed. No process sees an error."""
 
     def cancel_open(self, node: int, handle: int, flags: int) -> None:
-        """Undo an open or create whose reply the kernel did not take: no process has the file."""
+        """Undo an open or create whose reply the kernel did not take, so that no process has it."""
         self.release(node, handle, flags)
 
     def lseek(self, caller: Caller, node: int, handle: int, offset: int, whence: int) -> int:
-        """Return the offset that lseek(2) finds for SEEK_DATA or SEEK_HOLE. After ENOSYS the kernel
-        treats the file as all data."""
+        """Return the offset for SEEK_DATA or SEEK_HOLE of lseek(2).
+
+        After ENOSYS the kernel treats the whole file as data.
+        """
         raise _refuse(errno.ENOSYS)
 
     # ---- directories ----------------------------------------------------------------------
@@ -301,10 +302,10 @@ class Operations:
     ) -> Sequence[DirectoryEntry]:
         """Return entries after the cookie `offset` (0: from the start), without "." and "..".
 
-        May return more than fits in one reply; the server sends the entries that fit and asks
-        again with the last sent cookie. With `plus`, each entry that was sent with an `Entry`
-        counts as one lookup of its node; entries that did not fit are not counted. Cookies must be
-        stable while the handle is open, and > 2.
+        May return more than fits into one reply; the server sends the entries that fit, and the
+        kernel asks again with the last sent cookie. With `plus`, each sent entry that has an
+        `Entry` counts as one lookup of its node. Cookies must be stable while the handle is open,
+        and > 2.
         """
         raise _refuse(errno.ENOSYS)
 

@@ -11,13 +11,13 @@ KERNEL_DEADLINE_MAX_S = 0xFFFF
 class MountOptions(Struct, frozen=True, kw_only=True):
     """Options of mounting and serving.
 
-    Features that the kernel does not offer are left out; `Connection` says what was agreed.
+    Features that the kernel does not offer are left out; `ConnectionFeatures` lists the others.
     """
 
     name: str = "bootseer"
     """Name of the device that mount(8) and df show."""
     subtype: str = "bootseer"
-    """The file system type becomes `fuse.<subtype>`; `find_mounts` looks for it."""
+    """The file system type becomes `fuse.<subtype>`, which `find_mounts` searches for."""
     allow_other: bool = False
     """Let other users in. Without root it needs user_allow_other in /etc/fuse.conf."""
     default_permissions: bool = True
@@ -31,7 +31,7 @@ class MountOptions(Struct, frozen=True, kw_only=True):
     """Number of background requests (readahead, asynchronous I/O) that the kernel may have open."""
     threads: int = 8
     passthrough: bool = False
-    """Agree on passthrough, so that `Opened.passthrough_fd` takes effect (root, Linux 6.9+)."""
+    """Negotiate passthrough, so that `Opened.passthrough_fd` takes effect (root, Linux 6.9+)."""
     read_directory_plus: bool = True
     invalidate_on_change: bool = True
     """Drop a file's pages when its size or mtime changes. False for trees that never change:
@@ -39,14 +39,14 @@ class MountOptions(Struct, frozen=True, kw_only=True):
     atomic_truncate: bool = False
     """Pass O_TRUNC to `open`; otherwise the kernel sends a setattr of size 0 after the open."""
     request_deadline_s: float | None = None
-    """A request older than this is answered ETIMEDOUT in the operation's stead."""
+    """Age at which a request is answered ETIMEDOUT, although its operation goes on."""
     kernel_deadline_s: int = 0
-    """A request older than this makes the kernel abort the connection, whatever became of us; 0:
-    never. It looks every 15 seconds, and can from Linux 6.14 on. Only then may pages be stored
+    """Age of a request at which the kernel aborts the connection, even if this process is dead; 0:
+    never. Linux 6.14 and later check it every 15 seconds. Required for storing pages
     (`Operations.store_pages`)."""
     worker_silence_s: float = 15.0
-    """A supervised worker that does not answer its supervisor for so long is replaced; one that
-    waits for its storage does answer."""
+    """A supervised worker that does not answer its supervisor for this time is replaced; a worker
+    that waits for its storage still answers."""
     shutdown_s: float = 10.0
     """Time for which a stopping server waits for open files before it aborts the connection."""
 

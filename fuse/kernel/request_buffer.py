@@ -1,9 +1,9 @@
 """Memory into which one server thread reads its requests.
 
-The data of a write lies apart from all else, so that the operation can keep it. Belongs to one
-thread, but for memory that was given away with a write: it comes back from any thread, to be used
-again. (A new bytearray is faulted in and filled with zeros while nobody else has the GIL: almost
-half of the time in which a save held it.)
+The data of a write lies in a buffer of its own, so that the operation can keep the buffer. Such
+buffers are used again once any thread has released them: making a new bytearray faults in its pages
+and fills them with zeros under the GIL, which was almost half of the time in which a save held it.
+Everything else belongs to one thread.
 """
 
 import mmap
@@ -12,39 +12,39 @@ from collections import deque
 from bootseer.fuse.kernel import wire
 
 # Resident from the start, also after a fork: if this process is killed while the kernel faults in
-# a page to copy a request to, the request fails with EIO instead of going to our successor
+# a page of the buffer, the request fails with EIO instead of going to the successor
 # (fuse_dev_do_read).
 _FLAGS = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-# A write that fills its buffer, but for what is not aligned, is given away with it, if so large.
+# Least size of a write that is passed with its buffer; it must fill the buffer up to a page.
 _GIVEN_MIN_BYTES = 64 * 1024
-# Of one size: what a few stripe units let go of at once.
+# Spare buffers of one size: as many as a few stripe units release at once.
 _SPARE_MAX = 16
 
 
-class _Given(bytearray):
-    """A buffer that is spare again once it and all views of it are released."""
+class _WriteBuffer(bytearray):
+    """Buffer that becomes spare again once it and all views of it are released."""
 
-    # Without attributes, or the interpreter would call `__del__` only once.
+    # Without attributes, because the interpreter would else call `__del__` only once.
     __slots__ = ()
 
     def __del__(self) -> None:
-        # Its owner may have cut off, or put behind it, what was not aligned.
+        # The owner may have changed the length by the part that is not aligned to a page.
         spare = _spare.get(-(-len(self) // wire.PAGE_BYTES) * wire.PAGE_BYTES)
         if spare is not None and len(spare) < _SPARE_MAX:
             spare.append(self)
 
 
-_spare: dict[int, deque[_Given]] = {}
+_spare: dict[int, deque[_WriteBuffer]] = {}
 """Spare buffers by size: resident, and not filled with zeros again."""
 
 
-def _take(size: int) -> _Given:
+def _take(size: int) -> _WriteBuffer:
     try:
-        given = _spare.setdefault(size, deque()).pop()
+        buffer = _spare.setdefault(size, deque()).pop()
     except IndexError:
-        return _Given(size)
-    given.extend(bytes(size - len(given)))
-    return given
+        return _WriteBuffer(size)
+    buffer.extend(bytes(size - len(buffer)))
+    return buffer
 
 
 class RequestBuffer:
@@ -60,7 +60,7 @@ class RequestBuffer:
         self._put(max_write_bytes)
 
     def _put(self, size: int) -> None:
-        # Resident as well: it was filled with zeros, or used before.
+        # Resident as well: the buffer was filled with zeros, or used before.
         self._written = _take(size)
         self.into = (self.head, self._written, self._overflow)
 
@@ -78,7 +78,7 @@ class RequestBuffer:
     def data(self, size: int) -> bytearray | memoryview:
         """Return the `size` bytes of a write. Raises: MemoryError.
 
-        A bytearray is the caller's to keep, a memoryview is valid until the next request.
+        The caller may keep a bytearray; a memoryview is valid until the next request.
         """
         written = self._written
         if size < max(_GIVEN_MIN_BYTES, len(written) - wire.PAGE_BYTES):
@@ -86,6 +86,6 @@ class RequestBuffer:
         self._put(len(written))
         try:
             del written[size:]
-        except BufferError:  # the traceback of an earlier error has a view of it
+        except BufferError:  # The traceback of an earlier error holds a view of the buffer.
             return written[:size]
         return written

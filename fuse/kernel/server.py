@@ -1,8 +1,8 @@
 """A mounted file system, from the mount to the end of serving.
 
-`attach` mounts and agrees with the kernel on the protocol; `Server` answers requests from threads
-of this process. `served.supervision` does the first in a process that lasts and the second in one
-that it replaces.
+`attach` mounts and negotiates the protocol; `FuseServer` answers requests from threads of this
+process. `served.supervision` calls `attach` in a supervisor and `FuseServer` in a worker, which it
+replaces when the worker dies.
 """
 
 import logging
@@ -17,7 +17,7 @@ from msgspec import Struct
 from bootseer.errors import UnavailableError, from_oserror
 from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.backing import BackingFiles, new_table
-from bootseer.fuse.kernel.connection import Connection, decode_init, negotiate
+from bootseer.fuse.kernel.connection import ConnectionFeatures, decode_init, negotiate
 from bootseer.fuse.kernel.dispatch import Dispatcher
 from bootseer.fuse.kernel.mount import mount, set_readahead
 from bootseer.fuse.kernel.operations import Buffer, Operations
@@ -35,13 +35,13 @@ _THREADS_END_S = 5.0
 
 
 class Attached(Struct, frozen=True):
-    """A live mount whose INIT is answered, to be served by a server and its successors."""
+    """Mount whose INIT is answered, to be served by a server and its successors."""
 
     device: int
     """The /dev/fuse descriptor."""
     device_minor: int
     path: Path
-    connection: Connection
+    connection: ConnectionFeatures
     backing_table: mmap | None
 
 
@@ -49,7 +49,7 @@ def attach(mountpoint: Path, options: MountOptions) -> Attached:
     """Mount and answer INIT. Imports nothing heavy and starts no thread, so a fork may follow.
 
     Raises:
-        BootseerError: see `mount`; UnavailableError if the kernel says nothing.
+        BootseerError: see `mount`; UnavailableError if the kernel does not send INIT.
     """
     path = mount_table.absolute(mountpoint)
     device = mount(mountpoint, options)
@@ -80,12 +80,11 @@ def attach(mountpoint: Path, options: MountOptions) -> Attached:
         raise
 
 
-class Server:
+class FuseServer:
     """Threads that answer the requests for one mount with an `Operations`. Thread-safe.
 
-    `on_end` is called once from a server thread when serving ends for whatever reason. `failure`
-    then says whether a server thread failed; the connection still waits for answers in that case,
-    from a successor, or until it is aborted.
+    `on_end` is called once from a server thread when serving ends. If a server thread failed,
+    `failure` is set, and requests wait for a successor or for the abort of the connection.
     """
 
     def __init__(
@@ -112,10 +111,10 @@ class Server:
     def start(self, *, resend: bool) -> None:
         """Start the threads. The mount works when this returns.
 
-        With `resend`, take over from a server that died: the kernel repeats the requests that it
-        took and did not answer.
+        With `resend`, take over from a server that died: the kernel repeats the requests that the
+        server took and did not answer.
 
-        Raises: whatever `Operations.mounted` raises; then no thread was started.
+        Raises: any error of `Operations.mounted`; then no thread was started.
         """
         attached = self.attached
         table = attached.backing_table
@@ -133,19 +132,19 @@ class Server:
             on_end=self._end,
         )
         if resend and attached.connection.resend:
-            # Before the threads start: it repeats all that was taken, also what they would take.
+            # Before the threads start, because the kernel would repeat requests that they took.
             self._notify(wire.encode_notify(wire.NOTIFY_RESEND))
         self._session.start()
 
     # ---- notifications ----------------------------------------------------------------------
-    # Never from inside an operation, for which the kernel may hold a lock; but for attributes alone
-    # (a negative offset), which need none.
+    # Not to be called inside an operation, for which the kernel may hold a lock, except to drop
+    # attributes only (a negative offset), which needs no lock.
 
     def notify_inval_inode(self, node: int, offset: int = 0, length: int = 0) -> bool:
         """Drop a node's cached attributes, and cached pages of a range.
 
-        Length 0 means to the end of the file; a negative offset means attributes only. Returns
-        False if the kernel does not have the node.
+        Length 0 means to the end of the file; a negative offset means attributes only. Return False
+        if the kernel does not have the node.
         """
         body = wire.INVAL_INODE_OUT.pack(node, offset, length)
         return self._notify(wire.encode_notify(wire.NOTIFY_INVAL_INODE, body))
@@ -153,9 +152,9 @@ class Server:
     def notify_store(self, node: int, offset: int, data: Buffer) -> bool:
         """Put bytes into the page cache of a file. Return False if the kernel lacks the node.
 
-        Waits for reads under way of the same pages, so it is not for a thread that one of them
-        waits for. Killed in here, this process does not end before a successor brings the pages, or
-        the kernel gives the reads up.
+        Waits for reads of the same pages that are under way, so it must not be called by a thread
+        that such a read waits for. If this process is killed during the call, it ends only when a
+        successor brings the pages or the kernel gives up the reads.
         """
         body = wire.STORE_OUT.pack(node, offset, len(data), 0)
         return self._notify(wire.encode_notify(wire.NOTIFY_STORE, body, data))
@@ -186,11 +185,11 @@ class Server:
         return self._ended.wait(timeout_s)
 
     def abort(self) -> bool:
-        """Fail every request now and for ever. Return False if that is not possible."""
+        """Fail all requests, now and later. Return False if that is not possible."""
         return abort_connection(self.attached.device_minor, self.attached.path)
 
     def detach(self) -> None:
-        """Take the mount off its path if it is still ours. Open files live on."""
+        """Unmount the path if this mount is still there. Open files still work."""
         attached = self.attached
         mounted = mount_table.find_mount(attached.path)
         if mounted is not None and mounted.device_minor == attached.device_minor:
@@ -199,11 +198,11 @@ class Server:
     def unmount(self) -> None:
         """End serving and release everything. Idempotent.
 
-        Detaches the mount, gives open files `MountOptions.shutdown_s` to be closed, and aborts
-        what is left.
+        Detach the mount, wait `MountOptions.shutdown_s` until open files are closed, then abort the
+        connection.
 
         Raises:
-            BootseerError: the mount cannot be taken off.
+            BootseerError: the mount cannot be detached.
         """
         if not self._ended.is_set():
             self.detach()
@@ -221,7 +220,7 @@ class Server:
 
     def _release(self) -> None:
         attached = self.attached
-        # An aborted mount, whichever process aborted it, stays in its place and answers ENOTCONN.
+        # An aborted mount stays in its place and answers ENOTCONN, whichever process aborted it.
         try:
             self.detach()
         except Exception:
@@ -236,6 +235,6 @@ class Server:
         except BaseException:
             log.exception("the file system on %s failed while it was released", attached.path)
         if done:
-            # A thread that is still in an operation would reply on a reused descriptor.
+            # Not while a thread is in an operation: it would reply on a reused descriptor.
             with self._notify_lock:
                 os.close(attached.device)

@@ -1,9 +1,9 @@
 """Threads that read requests from /dev/fuse and write the replies.
 
-READ and WRITE are handled here with as little Python as possible; all
-else goes to the `Dispatcher`. A thread that fails in an unforeseen way ends the session, so that
-no reader waits for it. The kernel is the arbiter of "answered once": it refuses a second
-reply with ENOENT, so the watchdog needs no lock and costs the fast path one store.
+READ and WRITE are handled here with as little Python as possible; other requests go to the
+`Dispatcher`. A thread that fails unexpectedly ends the session, so that no reader waits for it. The
+kernel refuses a second reply to a request with ENOENT; so the watchdog needs no lock, and costs the
+fast path only one store.
 """
 
 import errno
@@ -14,24 +14,24 @@ import time
 from collections.abc import Callable, Sequence
 
 from bootseer.fuse.kernel import wire
-from bootseer.fuse.kernel.connection import Connection
-from bootseer.fuse.kernel.dispatch import Answer, Dispatcher
+from bootseer.fuse.kernel.connection import ConnectionFeatures
+from bootseer.fuse.kernel.dispatch import Dispatcher, Reply
 from bootseer.fuse.kernel.operations import Buffer, Caller
 from bootseer.fuse.kernel.request_buffer import RequestBuffer
 
 log = logging.getLogger(__name__)
 
-# ENOENT: the request was interrupted while we took it. The others are the usual spurious ends.
+# ENOENT: the request was interrupted while it was read. The others are the usual spurious errors.
 _READ_AGAIN = frozenset({errno.ENOENT, errno.EINTR, errno.EAGAIN})
 # ENODEV: unmounted. ECONNABORTED: aborted (FUSE_ABORT_ERROR).
 _CONNECTION_ENDED = frozenset({errno.ENODEV, errno.ECONNABORTED})
-# A reply that no process waits for any more, or a connection that is gone.
+# No process waits for the reply any more, or the connection is gone.
 _UNDELIVERABLE = frozenset({errno.ENOENT, errno.ENODEV, errno.ECONNABORTED, errno.ENOTCONN})
 _IOV_MAX = 1024
 _UNNOTED_PAUSE_S = 0.001
-# A deadline is noticed within a quarter of itself.
+# Checks per deadline: a request that is too old is noticed within a quarter of the deadline.
 _WATCHDOG_TICKS = 4
-# How many threads may be stuck in operations before none is left to answer.
+# The session ends when this many times the configured threads are stuck in operations.
 _STUCK_THREADS_MAX_FACTOR = 8
 
 
@@ -55,15 +55,18 @@ class Session:
         self,
         device: int,
         dispatcher: Dispatcher,
-        connection: Connection,
+        connection: ConnectionFeatures,
         *,
         threads: int,
         request_deadline_s: float | None,
         on_end: Callable[[BaseException | None], None],
     ) -> None:
-        """`on_end` is called once, from a server thread: with None when the connection ended, or
-        with the exception that ended a thread. Then requests wait until another process answers
-        them, or the connection is aborted."""
+        """Make a session; `start` starts its threads.
+
+        `on_end` is called once, from a server thread: with None when the connection ended, or with
+        the exception that ended a thread. In the latter case requests wait until another process
+        answers them or the connection is aborted.
+        """
         self._device = device
         self._dispatcher = dispatcher
         self._max_write_bytes = connection.max_write_bytes
@@ -75,7 +78,7 @@ class Session:
         self._slots: list[_Slot] = []
         self._ended = threading.Event()
         self.was_unmounted = False
-        """Whether the connection ended with the last open file, and was not aborted."""
+        """Whether the connection ended with the last open file instead of being aborted."""
         self._watchdog: threading.Thread | None = None
 
     def start(self) -> None:
@@ -91,7 +94,7 @@ class Session:
 
     def _start_thread(self) -> None:
         slot = _Slot()
-        # Daemons: a thread stuck in an operation must not keep the process from ending.
+        # Daemons, because a thread stuck in an operation must not keep the process from ending.
         thread = threading.Thread(target=self._run, args=(slot,), name="fuse", daemon=True)
         slot.thread = thread
         with self._lock:
@@ -175,7 +178,7 @@ class Session:
                         writev(device, vector)
                     except OSError as error:
                         self._lost(read_opcode, unique, error)
-                # The buffers belong to the operation: a thread that waits must not pin them.
+                # A waiting thread must not keep the operation's buffers alive.
                 data, vector = b"", ()
             elif opcode == write_opcode:
                 self._write(caller, node, handle, offset, size, buffer)
@@ -200,7 +203,7 @@ class Session:
         except BaseException as error:
             self._refuse(wire.WRITE, caller.unique, error)
             return
-        self._send(wire.WRITE, caller.unique, Answer(body))
+        self._send(wire.WRITE, caller.unique, Reply(body))
 
     def _other(self, opcode: int, caller: Caller, node: int, body: memoryview) -> None:
         if opcode == wire.INTERRUPT:
@@ -212,7 +215,7 @@ class Session:
 
     # ---- replies ----------------------------------------------------------------------------
 
-    def _send(self, opcode: int, unique: int, answer: Answer) -> None:
+    def _send(self, opcode: int, unique: int, answer: Reply) -> None:
         header = wire.OUT_HEADER.pack(
             wire.OUT_HEADER_BYTES + len(answer.body), -answer.error, unique
         )
@@ -229,14 +232,14 @@ class Session:
             answer.afterwards()
 
     def _refuse(self, opcode: int, unique: int, error: BaseException) -> None:
-        self._send(opcode, unique, Answer(error=self._dispatcher.errno_for(opcode, error)))
+        self._send(opcode, unique, Reply(error=self._dispatcher.errno_for(opcode, error)))
 
     def _lost(self, opcode: int, unique: int, error: OSError) -> None:
-        """Handle a reply that was not sent: if the kernel found it malformed, the request waits."""
         if error.errno in _UNDELIVERABLE:
             return
         self._dispatcher.report(opcode, error)
-        # The kernel ends a request itself when its reply was too long (EINVAL, then ENOENT).
+        # The kernel refused the reply as malformed, and the request still waits. (If the reply was
+        # too long, the kernel has ended the request, and answers ENOENT to this error.)
         self._send_error(errno.EIO, unique)
 
     def _send_error(self, code: int, unique: int) -> None:
@@ -259,9 +262,9 @@ class Session:
                 if slot.unique != target:
                     self._interrupts.discard(target)
                 return
-        # Another thread has taken the request but not noted it yet: EAGAIN makes the kernel ask
-        # again, and it says ENOENT if the request is answered. That thread may well wait for the
-        # GIL, and without a pause for us: thousands of questions were seen until it had it.
+        # Another thread has read the request but not recorded it yet: EAGAIN makes the kernel
+        # repeat the interrupt, unless the request is answered by then. The pause lets that thread
+        # get the GIL; without it, the kernel was seen to repeat the interrupt thousands of times.
         time.sleep(_UNNOTED_PAUSE_S)
         self._send_error(errno.EAGAIN, unique)
 
@@ -292,12 +295,12 @@ class Session:
             stuck = sum(1 for other in self._slots if other.surplus)
         if stuck >= self._thread_count * _STUCK_THREADS_MAX_FACTOR:
             raise TimeoutError(f"{stuck} operations do not end")
-        # The stuck thread ends when its operation does; this one takes its place.
+        # The stuck thread ends with its operation; a new thread takes its place.
         self._start_thread()
 
 
 def _gather(out: bytearray, data: Buffer | Sequence[Buffer]) -> tuple[list[Buffer], int]:
-    """Return the buffers to send, header first, and their size in bytes without it."""
+    """Return the buffers to send, with the header first, and their size without the header."""
     parts: list[Buffer] = [data] if isinstance(data, bytes | bytearray | memoryview) else list(data)
     count = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
     if len(parts) >= _IOV_MAX:

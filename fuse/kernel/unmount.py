@@ -1,6 +1,6 @@
 """Unmounting FUSE file systems, and aborting their connections.
 
-Nothing here touches what is mounted: a stat of a stuck mount hangs and cannot be killed. Stateless;
+No function touches files in a mount: a stat of a stuck mount hangs and cannot be killed. Stateless;
 safe from any thread.
 """
 
@@ -32,10 +32,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def abort_connection(device_minor: int, path: Path | None = None) -> bool:
-    """Fail every request of a connection now and for ever, with ENOTCONN or ECONNABORTED.
+    """Fail all requests of a connection, now and later, with ENOTCONN or ECONNABORTED.
 
-    Where the control files are out of reach, falls back to umount2(MNT_FORCE) of `path`, where
-    it must still be mounted. Returns whether the connection is known to be aborted.
+    If the control files are not accessible, use umount2(MNT_FORCE) of `path`, where the file system
+    must still be mounted. Return whether the connection is known to be aborted.
     """
     if control.abort(device_minor):
         return True
@@ -47,7 +47,7 @@ def abort_connection(device_minor: int, path: Path | None = None) -> bool:
 
 
 def is_disconnected(error: BaseException | None) -> bool:
-    """Return whether an error, or its cause, says that a mount's server is gone."""
+    """Return whether an error, or its cause, means that a mount's server is gone."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOTCONN, errno.ECONNABORTED):
             return True
@@ -64,13 +64,13 @@ def _umount2(path: Path, flags: int) -> OSError | None:
 
 def find_helper() -> str | None:
     """Return the set-user-id helper that mounts and unmounts for ordinary users."""
-    import shutil  # here: it loads every kind of compression
+    import shutil  # Imported late: it loads every kind of compression.
 
     return shutil.which("fusermount3") or shutil.which("fusermount")
 
 
 def detach(path: Path, *, lazy: bool) -> None:
-    """Take the mount off `path`. With `lazy`, files that are open live on until they are closed.
+    """Unmount `path`. With `lazy`, open files still work until they are closed.
 
     Raises:
         BusyError: files are open and `lazy` is False.
@@ -90,7 +90,7 @@ def detach(path: Path, *, lazy: bool) -> None:
 
 
 def run_helper(command: Sequence[str], **options: Any) -> str | None:
-    """Run fusermount3; return its error message if it fails, else None. Raises: DeadlineError."""
+    """Run fusermount3. Return its error message, or None on success. Raises: DeadlineError."""
     try:
         done = subprocess.run(
             command,
@@ -119,11 +119,11 @@ def _detach_with_helper(helper: str, path: Path, lazy: bool) -> None:
 
 
 def unmount(path: Path, *, timeout_s: float = 10.0) -> None:
-    """Unmount the FUSE file system on `path`, also if its server hangs or is dead.
+    """Unmount the FUSE file system on `path`, even if its server is dead or hangs.
 
-    Wait at most `timeout_s` for open files to be closed, then abort the connection. When the
-    function returns, the path is free and no process waits for a reply. A file counts as open while
-    the kernel waits for its readahead, even after every process that opened the file has ended.
+    Wait at most `timeout_s` until open files are closed, then abort the connection: on return the
+    path is free and no process waits for a reply. A file also counts as open while the kernel waits
+    for readahead in it, even if all processes that opened it have ended.
 
     Raises:
         InvalidInputError: no FUSE file system is mounted there.
@@ -132,7 +132,7 @@ def unmount(path: Path, *, timeout_s: float = 10.0) -> None:
     mount = mount_table.find_mount(path)
     if mount is None:
         raise InvalidInputError(f"cannot unmount {path}: no FUSE file system is mounted there")
-    # Taken before it is detached: then its number may be another mount's at any moment.
+    # Opened before the mount is detached, because the connection's number may be reused then.
     with control.connection(mount.device_minor) as connection:
         if connection is None:
             _unmount_blindly(mount, timeout_s)

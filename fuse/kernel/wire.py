@@ -1,8 +1,7 @@
 """Bytes of the /dev/fuse protocol: constants, struct layouts, and their encoders.
 
-Source: include/uapi/linux/fuse.h (protocol 7.31 of Linux 5.4 to 7.45 of 6.18).
-Pure functions and constants: no I/O, no state, safe from any thread. Layouts are those of the
-kernel's own byte order with explicit padding; the comment beside each names the C struct.
+Source: include/uapi/linux/fuse.h (protocol 7.31 of Linux 5.4 to 7.45 of 6.18). Layouts have native
+byte order and explicit padding; the comment beside each names the C struct. Pure.
 """
 
 import functools
@@ -27,8 +26,8 @@ KERNEL_MINOR_OLDEST = 31
 IN_HEADER = struct.Struct("=IIQQIIIHH")  # fuse_in_header: len opcode unique nodeid uid gid pid ..
 IN_HEADER_BYTES = IN_HEADER.size
 # fuse_in_header followed by the common start of fuse_read_in and fuse_write_in: len opcode unique
-# nodeid uid gid pid, fh offset size. Every buffer is longer than this, so that one unpack serves
-# all opcodes; the last three fields mean nothing for others.
+# nodeid uid gid pid, fh offset size. Every buffer is longer than this, so one unpack works for all
+# opcodes; the last three fields are meaningless for other opcodes.
 FAST_IN = struct.Struct("=IIQQIII4xQQI")
 # fuse_write_in behind its size: write_flags lock_owner flags padding
 WRITE_TAIL_IN = struct.Struct("=20xIQI4x")
@@ -131,7 +130,7 @@ FATTR_ATIME, FATTR_MTIME, FATTR_FH = 1 << 4, 1 << 5, 1 << 6
 FATTR_ATIME_NOW, FATTR_MTIME_NOW, FATTR_LOCKOWNER = 1 << 7, 1 << 8, 1 << 9
 
 PAGE_BYTES = mmap.PAGESIZE
-# FUSE_MIN_READ_BUFFER, and room for the largest name-carrying request beside the data.
+# FUSE_MIN_READ_BUFFER, and room for the largest request with names.
 REQUEST_OVERHEAD_BYTES = 64 * 1024
 _NS = 1_000_000_000
 _TTL_MAX_S = float(1 << 31)
@@ -223,7 +222,7 @@ def encode_dirent(entry: DirectoryEntry) -> bytes:
 def encode_directory(
     entries: Iterable[DirectoryEntry], size_bytes: int, plus: bool
 ) -> tuple[bytes, list[int]]:
-    """Encode the entries that fit into `size_bytes`, and return the nodes to count lookups of."""
+    """Encode the entries that fit into `size_bytes`; return also the nodes that were looked up."""
     parts: list[bytes] = []
     counted: list[int] = []
     used = 0
@@ -297,6 +296,6 @@ def decode_two_names(body: memoryview) -> tuple[bytes, bytes]:
 
 
 def encode_notify(code: int, *parts: bytes | bytearray | memoryview) -> bytes:
-    """Encode a message from us: fuse_out_header with unique 0 and the code in place of an errno."""
+    """Encode a notification: fuse_out_header with unique 0 and the code in place of an errno."""
     body = b"".join(parts)
     return OUT_HEADER.pack(OUT_HEADER_BYTES + len(body), code, 0) + body

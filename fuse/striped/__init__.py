@@ -8,6 +8,7 @@
   the work behind `bootseer checkpoint`), `fsspec_system` and `fsspec_file` (fsspec), `group` (for
   ranks of one job)
 
-Alone owns what is durable and visible when; docs/SEMANTICS.md says what users may rely on. Nothing
-is imported here or in the folders' `__init__`, so that each part costs only itself.
+docs/SEMANTICS.md says what is durable and visible when. This `__init__` and those of the folders
+import nothing, so that each part loads only its own imports. May import `fuse.kernel`, `served`,
+`store`, `transfer` and below.
 """

@@ -1,10 +1,10 @@
 """Schemes of buckets for fsspec, so that `bootseer::s3://bucket/x` needs no package but `obstore`.
 
-fsspec takes the last URL of a chain apart by the scheme's own file system (s3fs, gcsfs, adlfs), and
-only then asks `CheckpointFileSystem`, which never opens that file system. The entry points of these
-schemes name the attributes of this module. Each is the class that fsspec has for the scheme, if its
-package is installed; else a class that takes URLs apart, and tells which package is missing when
-it is opened.
+fsspec parses the last URL of a chain with the scheme's own file system (s3fs, gcsfs, adlfs), and
+only then calls `CheckpointFileSystem`, which never opens that file system. The entry points of the
+schemes name the attributes of this module. An attribute is fsspec's class for the scheme if its
+package is installed; else a class that parses URLs, and names the missing package when it is
+opened.
 """
 
 import importlib
@@ -35,7 +35,7 @@ def __getattr__(scheme: str) -> Any:
 
 
 def _without(scheme: str, package: str, error: ImportError) -> type:
-    """Return a file system that takes URLs of `scheme` apart, and cannot be opened."""
+    """Return a file system class that parses URLs of `scheme` and cannot be opened."""
     reason = (
         f"fsspec opens {scheme}:// by the package {package}, which cannot be loaded ({error}): "
         f"pip install {package} (bootseer::{scheme}:// does without)"

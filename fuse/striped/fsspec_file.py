@@ -1,7 +1,8 @@
-"""File objects of a striped tree, as fsspec wants them.
+"""File objects of a striped tree for fsspec.
 
-A written file becomes visible at `close`, whole; never if an exception left the `with` block, if it
-was not closed, or in a forked child. Not thread-safe, as no file object is.
+A written file becomes visible at `close`, whole. It does not become visible if an exception left
+the `with` block, if it was not closed, or in a forked child. Like other file objects, not
+thread-safe.
 """
 
 import contextlib
@@ -22,15 +23,15 @@ from bootseer.fuse.striped.tools.copy import read_opened
 
 _log = logging.getLogger(__name__)
 
-# Smaller reads are served from one block: pickle asks for a few bytes at a time.
+# Smaller reads are served from one cached block: pickle reads a few bytes at a time.
 _SMALL_BYTES = 256 * 2**10
 _LINE_BYTES = 8192
-# How many callers are looked at for the end of a `with` block: its __exit__, and what that calls.
+# Depth to which the call stack is searched for the __exit__ of a `with` block.
 _EXIT_DEPTH = 6
 
 
 class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no types
-    """A file that is open for `rb`, `wb`, `xb` (new) or `ab`."""
+    """File that is open in the mode `rb`, `wb`, `xb` (new) or `ab`."""
 
     def __init__(
         self,
@@ -42,8 +43,10 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
         autocommit: bool = True,
         identity: str | None = None,
     ) -> None:
-        """`fs`: its `CheckpointFileSystem`. `identity`: the generation that must still be there,
-        for a file that was pickled."""
+        """Open a file of the `CheckpointFileSystem` `fs`.
+
+        `identity`: the generation that the file must still have; for a file that was pickled.
+        """
         self._closed = True
         self._pid = os.getpid()
         self._key = fs.key(path)
@@ -70,7 +73,7 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
                     base = storage.tree.stored.view(self._key)
             self._writer = storage.writer(self._key, base)
             start = self._writer.size_bytes
-        # Last, for it declares the file open.
+        # Last, because it marks the file as open.
         super().__init__(
             fs, path, mode, block_size or "default", autocommit, cache_type="none", size=size
         )
@@ -120,7 +123,7 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
         if count <= 0:
             return b""
         if count >= _SMALL_BYTES:
-            # The one way to fill a `bytes` in place: a copy of what may be most of the memory.
+            # Fills a `bytes` object in place, because a copy could take most of the memory.
             whole = io.BytesIO(bytes(count))
             opened = self._open_here()
             with whole.getbuffer() as buffer:
@@ -244,7 +247,7 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
 
 
 class StripedText(io.TextIOWrapper):
-    """A text file that is discarded after an exception in its `with` block."""
+    """Text file that is discarded after an exception in its `with` block."""
 
     def __exit__(
         self,
@@ -264,7 +267,7 @@ def _reopen(fs: AbstractFileSystem, path: str, identity: str, loc: int) -> Strip
 
 
 def entry(name: str, status: FileStatus) -> dict[str, Any]:
-    """Return what fsspec calls the info of a name."""
+    """Return fsspec's info dictionary of a name."""
     return {
         "name": name,
         "size": status.size_bytes,

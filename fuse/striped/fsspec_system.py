@@ -1,9 +1,8 @@
 """Striped files for fsspec: `bootseer::hdfs://namenode/checkpoints/step-1/model.pt`.
 
-A path is that of the file system behind (`/checkpoints/..` on HDFS and locally, `bucket/..` on
-object stores). Instances may be used from any thread, pickled, and used on after a fork. All
-instances for one target share one `StripedStorage` per process, whose memory is what one user has
-allowed.
+A path is a path of the target file system (`/checkpoints/..` on HDFS and locally, `bucket/..` on
+object stores). Instances may be used from any thread, pickled, and used after a fork. All instances
+for one target share one `StripedStorage` per process, and so one memory budget.
 """
 
 import contextlib
@@ -67,9 +66,18 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         deadline_s: float | None = None,
         **storage_options: Any,
     ) -> None:
-        """`target_*`: the file system behind, which a chained URL names. The others: how files are
-        striped, what this process may hold in memory for all files of the target, and the longest
-        wait for the target without progress (both default to the settings of Bootseer).
+        """Make a file system; the storage is opened on first use.
+
+        Args:
+            target_protocol: Scheme of the target file system, which a chained URL names.
+            target_options: fsspec's options of the target.
+            fo: The path in a chained URL; ignored.
+            stripe_unit_bytes: See `StripeSettings`.
+            stripe_count: See `StripeSettings`.
+            layout: See `StripeSettings`.
+            memory_bytes: Memory of this process for all files of the target; default: the setting.
+            deadline_s: Longest wait for the target without progress; default: the setting.
+            storage_options: fsspec's options.
 
         Raises: InvalidInputError.
         """
@@ -182,7 +190,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
             if not detail:
                 found.append(name)
                 continue
-            with contextlib.suppress(NotFoundError):  # removed meanwhile
+            with contextlib.suppress(NotFoundError):  # Removed since it was listed.
                 found.append(entry(name, stored.shown(info)))
         return found
 
@@ -213,7 +221,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         block.
         """
         if kwargs.get("compression") and "r" not in mode:
-            # The compressor would not close the file, so nothing would say that it is whole.
+            # The compressor would not close the file, so it would never be complete.
             raise UnsupportedError(
                 f"{path}: compress what is written with fsspec.open(url, mode, compression=...)"
             )
@@ -231,7 +239,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         cache_options: Any = None,
         **kwargs: Any,
     ) -> StripedFile:
-        # Caching and read-ahead are the storage's, across all files: options for them are ignored.
+        # The storage caches and reads ahead for all files: fsspec's options for that are ignored.
         return StripedFile(self, path, mode, block_size=block_size, autocommit=autocommit)
 
     def cat_file(
@@ -264,7 +272,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
             try:
                 return self.cat_file(path, start, end)
             except Exception as error:
-                # As fsspec has it: any error may stand in its range's place.
+                # fsspec returns any error in place of the range.
                 if on_error == "return":
                     return error
                 raise
@@ -273,7 +281,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
             return list(threads.map(read, paths, starts, ends))
 
     def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **kwargs: Any) -> None:
-        """Store `value`; with mode "create" only if nothing is there."""
+        """Store `value`; with mode "create" only if the file does not exist."""
         with self.open(path, "xb" if mode == "create" else "wb") as file:
             file.write(value)
 
@@ -368,13 +376,13 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
     ) -> None:
         """Rename a file or a directory in one step if the target can, else copy and remove it.
 
-        A target that can renames each directory, and a striped file within its directory.
+        Some targets can rename only directories, and striped files within their directory.
         """
         if path1 == path2:
             return
         if isinstance(path1, str) and isinstance(path2, str) and not has_magic(path1):
             if self.key(path1) == self.key(path2):
-                # To copy it onto itself, and remove it, would lose it.
+                # Copying the file onto itself and removing it would lose it.
                 return
             if maxdepth is None:
                 if path2.endswith("/") or self.isdir(path2):
@@ -383,7 +391,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
                     return
         if isinstance(path1, str) and self.isdir(path1):
             recursive = True
-        # Not the base class's: up to fsspec 2026.1 it removes also what could not be copied.
+        # The base class, up to fsspec 2026.1, also removes files that could not be copied.
         self.copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
         self.rm(path1, recursive=recursive)
 
@@ -435,12 +443,12 @@ def _open_backend(protocol: str, options: dict[str, Any], deadline_s: float) -> 
 
 _lock = threading.Lock()
 _known: "weakref.WeakValueDictionary[Hashable, SharedStorage]" = weakref.WeakValueDictionary()
-# What a forked child inherited. Kept: to drop a connection can mean to wait for its threads.
+# Storages that a forked child inherited. Kept, because dropping one could wait for its threads.
 _inherited: list[StripedStorage] = []
 
 
 class SharedStorage:
-    """A storage that is opened when it is first asked for, and closed after its last user."""
+    """Storage that is opened on first use, and closed after its last user."""
 
     def __init__(self, make: Callable[[], StripedStorage]) -> None:
         self._make = make

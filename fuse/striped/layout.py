@@ -1,12 +1,11 @@
-"""Layout of a striped file: its segments, their parts, and the layout file that names them.
+"""Layout of a striped file: its segments, its parts, and the codec of the layout file.
 
-Owns the layout format (docs/format/stripe.md) and its codec, and nothing that touches a disk: pure,
-deterministic, safe to call from any thread. A layout file is hostile until `decode_layout` has
-returned: every count and length in it is bounded before anything is allocated for it.
+A striped file is a sequence of *segments*. A save makes one segment; an append, or writing after
+fsync, adds another. A segment's bytes are cut into stripe units, which are distributed round robin
+over the segment's parts; each part is a file in `<directory>/.bootseer-parts/<generation>/`.
 
-A striped file is a sequence of *segments*. One save makes one segment; an append, or writing on
-after fsync, adds another. A segment's bytes are cut into stripe units, dealt round robin to the
-segment's parts; each part is one file in `<directory>/.bootseer-parts/<generation>/`.
+docs/format/stripe.md describes the layout file. Layout files are untrusted: every count and length
+is checked before memory is allocated for it. Pure, deterministic; any thread.
 """
 
 import re
@@ -24,8 +23,8 @@ VERSION = 1
 DEFAULT_STRIPE_UNIT_BYTES = 4 * 2**20
 DEFAULT_STRIPE_COUNT = 8
 DEFAULT_BLOCK_BYTES = 256 * 2**10
-"""The unit of verification, so also the least a random read fetches: at 8 bytes of checksum each,
-a 1 GiB file has a 32 KiB layout."""
+"""Unit of verification, and so the least that a random read fetches. With 8 bytes of checksum for
+each block, a 1 GiB file has a 32 KiB layout."""
 
 MIN_BLOCK_BYTES = 4 * 2**10
 MAX_STRIPE_UNIT_BYTES = 2**30
@@ -59,44 +58,44 @@ assert _HEADER.size + _U64.size == HEADER_BYTES
 
 
 class Part(Struct, frozen=True):
-    """Physical file that holds one part of a segment."""
+    """Physical file of a segment."""
 
     name: str
     size_bytes: int
 
 
 class Segment(Struct, frozen=True):
-    """A run of a logical file that was written in one go."""
+    """Consecutive bytes of a logical file that were written by one save or append."""
 
     generation: str
     """32 hex digits: the name of the folder that holds the parts."""
     size_bytes: int
     stripe_unit_bytes: int
     block_bytes: int
-    """The unit of verification; divides the stripe unit."""
+    """Unit of verification; divides the stripe unit."""
     parts: tuple[Part, ...]
     checksums: bytes
     """xxh3-64 of each block, little-endian, in logical order."""
 
     @property
     def block_count(self) -> int:
-        """Number of checksums; the last block may be short."""
+        """Return the number of blocks; the last one may be short."""
         return -(-self.size_bytes // self.block_bytes)
 
     def checksum(self, block: int) -> int:
-        """The xxh3-64 of block number `block`."""
+        """Return the xxh3-64 of block number `block`."""
         return int(_U64.unpack_from(self.checksums, block * _CHECKSUM_BYTES)[0])
 
 
 class Layout(Struct, frozen=True):
-    """Generation of a striped file: the segments in logical order."""
+    """Layout of a single generation of a striped file."""
 
     generation: str
     segments: tuple[Segment, ...]
 
     @property
     def size_bytes(self) -> int:
-        """The logical file's length."""
+        """Return the logical file's length."""
         return sum(segment.size_bytes for segment in self.segments)
 
 
@@ -111,28 +110,28 @@ class Header(Struct, frozen=True):
 
 
 def block_checksum(data: bytes | bytearray | memoryview) -> int:
-    """The checksum of one block."""
+    """Return the checksum of one block."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def pack_checksums(values: list[int]) -> bytes:
-    """`values` as `Segment.checksums` holds them."""
+    """Encode checksums for `Segment.checksums`."""
     return struct.pack(f"<{len(values)}Q", *values)
 
 
 def part_size(segment_bytes: int, unit_bytes: int, part_count: int, part: int) -> int:
-    """Return the number of a segment's bytes that the round robin gives to part number `part`."""
+    """Return the number of a segment's bytes that part number `part` holds."""
     rounds, rest = divmod(segment_bytes, unit_bytes * part_count)
     return rounds * unit_bytes + min(max(rest - part * unit_bytes, 0), unit_bytes)
 
 
 def may_be_layout(size_bytes: int) -> bool:
-    """Whether a file of this size can be a layout file; False for nearly every ordinary file."""
+    """Return whether a file of this size can be a layout file; False for most ordinary files."""
     return size_bytes <= MAX_LAYOUT_BYTES and size_bytes % _PAD_MODULUS == _PAD_RESIDUE
 
 
 def check_geometry(stripe_unit_bytes: int, stripe_count: int, block_bytes: int) -> None:
-    """Raises: InvalidInputError, saying which number cannot be used and what can."""
+    """Check the numbers of a layout. Raises: InvalidInputError with the allowed values."""
     if not MIN_BLOCK_BYTES <= block_bytes <= stripe_unit_bytes <= MAX_STRIPE_UNIT_BYTES:
         raise InvalidInputError(
             f"a stripe unit of {stripe_unit_bytes} bytes cannot be used; "
@@ -149,7 +148,7 @@ def check_geometry(stripe_unit_bytes: int, stripe_count: int, block_bytes: int) 
 
 
 def encode_layout(layout: Layout) -> bytes:
-    """The layout file. The same layout gives the same bytes. Raises: InvalidInputError."""
+    """Encode a layout file. Deterministic. Raises: InvalidInputError."""
     if not 1 <= len(layout.segments) <= MAX_SEGMENT_COUNT:
         raise InvalidInputError(
             f"a striped file has 1 to {MAX_SEGMENT_COUNT} segments, not {len(layout.segments)}"
@@ -189,7 +188,7 @@ def encode_layout(layout: Layout) -> bytes:
 
 
 def decode_header(data: bytes, what: str) -> Header | None:
-    """The header at the start of `data`, or None where `data` is not a layout file at all.
+    """Decode the header at the start of `data`; return None if `data` is not a layout file.
 
     `what` names the file in messages. Raises: CorruptError, UnknownFormatError.
     """
@@ -216,7 +215,7 @@ def decode_header(data: bytes, what: str) -> Header | None:
 
 
 def decode_layout(data: bytes, what: str) -> Layout:
-    """The layout that `data` (a whole layout file) holds, checked from end to end.
+    """Decode a whole layout file, and check all of it.
 
     Raises: CorruptError, UnknownFormatError.
     """

@@ -7,15 +7,15 @@ the read from a fast storage). A slab counts until the last view of it is gone, 
 also on its way to the kernel.
 
 Bytes that can be read again from elsewhere are *offered* (`Droppable`): they stay in memory until
-somebody needs it, and are then dropped in the order of their tiers.
+other threads need the memory, and are then dropped in the order of their tiers.
 
-Takers are served in the order in which they came, so that a large taker gets its memory too. When
-nothing was given back for half a second, those behind may hold what the first one waits for: then
-whoever fits goes first, and buffers of which only others still hold views count no more.
+Takers are served in the order in which they came, so that a large taker gets its memory too. If
+no memory was given back for half a second, takers behind the first may hold the memory that the
+first one waits for. Then any taker whose request fits is served, and buffers that their owners gave
+up (but of which views exist) no longer count.
 
-What is held beyond the budget is bounded and small: the unit that each open writer is filling, and
-replies on their way to the kernel. A caller that keeps the views it got, while others wait, has
-them beyond the budget.
+Memory beyond the budget is bounded and small: the unit that each open writer is filling, replies on
+their way to the kernel, and views that a caller keeps while others wait.
 
 Thread safety: any thread may call any method. The lock is innermost: a caller may hold other locks,
 except where `Droppable.drop` may be called, in `take`, `charge`, their `try_` forms, and `offer` of
@@ -33,12 +33,12 @@ from collections.abc import Callable
 
 from bootseer.errors import DeadlineError
 
-# What a mount's process takes beside file contents: the interpreter and its libraries (40 MiB), the
-# server threads' request buffers (16), packets that hdfs-native holds for streams that are read.
+# Memory of a mount's process beside file contents: the interpreter and its libraries (40 MiB), the
+# server threads' request buffers (16), packets that hdfs-native holds for streams.
 _PROCESS_BYTES = 96 * 2**20
-# Small budgets are for contents all the same: 16 units of 4 MiB are the least that works.
+# Least memory for contents, whatever the budget: 16 units of 4 MiB are needed.
 _CONTENT_MIN_BYTES = 64 * 2**20
-# When nothing became free for so long, takers stop waiting for what may never come back.
+# Time without returned memory after which takers are no longer served in order.
 _QUIET_S = 0.5
 _POLL_S = 0.2
 _PAGE_BYTES = 4096
@@ -57,7 +57,7 @@ class Tier(enum.IntEnum):
     """Order in which offered bytes are dropped."""
 
     PASSED = 0
-    """Units that a sequential reader has left behind."""
+    """Units behind the position of a sequential reader."""
     CACHED = 1
     """Other bytes that were read, or read ahead."""
     KEPT = 2
@@ -66,18 +66,18 @@ class Tier(enum.IntEnum):
 
 
 class Droppable:
-    """Bytes in memory that can be had again. The fields are the memory's; its lock guards them."""
+    """Bytes in memory that can be read again. `Memory` owns the fields; its lock guards them."""
 
     length: int
-    """How many bytes there are."""
+    """Number of bytes."""
     users = 0
-    """How many threads use the bytes now: then they are not dropped."""
+    """Number of threads that use the bytes now; bytes in use are not dropped."""
     tier: Tier | None = None
-    """Where the bytes are offered; None if they are not."""
+    """Tier in which the bytes are offered; None if they are not."""
     is_dropped = False
 
     def drop(self) -> None:
-        """Give the memory back. Called once, by a thread that needs memory and holds no lock."""
+        """Return the memory. Called once, by a thread that needs memory and holds no lock."""
         raise NotImplementedError
 
 
@@ -91,8 +91,8 @@ class Memory:
         self.peak_bytes = 0
         """Largest number of bytes that were ever held."""
         self.spare_bytes = 0
-        """Number of bytes in slabs that nobody uses. With those in use they fit the budget."""
-        # A view may die anywhere, also in a thread that holds the lock.
+        """Number of bytes in unused slabs. Together with the used bytes they fit the budget."""
+        # Reentrant: the last view of a slab may die in a thread that holds the lock.
         self._changed = threading.Condition(threading.RLock())
         self._takers: deque[object] = deque()
         """Takers that wait, in the order in which they are served."""
@@ -106,8 +106,8 @@ class Memory:
         self._in_use: dict[int, weakref.ref[object]] = {}
         """Buffers by the number of their owner object."""
         self._given_up: dict[int, int] = {}
-        """Sizes of the buffers of which only others have views."""
-        self._let_out: set[int] = set()
+        """Sizes of the buffers that their owners gave up, but of which views may exist."""
+        self._uncounted: set[int] = set()
         """Buffers that do not count in the budget any more."""
 
     # ---- charges ------------------------------------------------------------------------------
@@ -115,13 +115,13 @@ class Memory:
     def charge(self, count: int, timeout_s: float, cancelled: Callable[[], bool]) -> None:
         """Count `count` bytes as held. Block until it is the caller's turn and they are free.
 
-        Raise DeadlineError if nobody gave anything back for `timeout_s`, and InterruptedError if
-        `cancelled`, which is asked now and then, returns true.
+        Raise DeadlineError if no memory was returned for `timeout_s`, and InterruptedError if
+        `cancelled`, which is called now and then, returns True.
         """
         self._acquire(count, timeout_s, cancelled, is_slab=False)
 
     def try_charge(self, count: int) -> bool:
-        """Count `count` bytes as held if they are free, or dropping others frees them at once.
+        """Count `count` bytes as held if they are free or can be freed by dropping others.
 
         Return False also while other takers wait.
         """
@@ -149,7 +149,7 @@ class Memory:
         return self._buffer(size, length) if self._try_acquire(size, is_slab=True) else None
 
     def give_up(self, buffer: memoryview) -> None:
-        """Note that the owner of `buffer` lets go of it. Others may have views of it still."""
+        """Note that the owner of `buffer` no longer uses it. Others may still have views of it."""
         with self._changed:
             number = id(buffer.obj)
             if number in self._in_use:
@@ -165,7 +165,7 @@ class Memory:
                 self._trim(0)
         if slab is None:
             slab = mmap.mmap(-1, size, flags=_SLAB_FLAGS)
-        # An object of its own for each use: its death is the end of all views.
+        # Each use has an owner object of its own, which dies with the last view.
         owner = (ctypes.c_char * size).from_buffer(slab)
         number = id(owner)
         self._in_use[number] = weakref.ref(owner, lambda _: self._ended(number, size, slab))
@@ -177,28 +177,28 @@ class Memory:
             self._given_up.pop(number, None)
             self._spare.setdefault(size, []).append(slab)
             self.spare_bytes += size
-            if number not in self._let_out:
+            if number not in self._uncounted:
                 self.give(size)
-            self._let_out.discard(number)
+            self._uncounted.discard(number)
             self._trim(0)
 
-    def _let_others_have(self) -> None:
-        """Stop counting the buffers that only others hold; the lock is held."""
+    def _uncount_given_up(self) -> None:
+        """Stop counting the buffers that their owners gave up; the lock is held."""
         count = sum(self._given_up.values())
-        self._let_out.update(self._given_up)
+        self._uncounted.update(self._given_up)
         self._given_up.clear()
         if count:
             self.give(count)
 
     def _trim(self, expected_bytes: int) -> None:
-        """Return spare slabs to the system that do not fit the budget; the lock is held.
+        """Return spare slabs that do not fit the budget to the system; the lock is held.
 
-        `expected_bytes` of what is counted as used are to come out of the spare slabs.
+        `expected_bytes`: part of the used bytes that will be taken from the spare slabs.
         """
         keep_bytes = max(0, self.limit_bytes - self.used_bytes) + expected_bytes
         if self.spare_bytes <= keep_bytes:
             return
-        # A copy: whatever allocates may collect garbage, and so end the use of a slab.
+        # A copy: allocating memory may start a garbage collection, which may free a slab.
         for size, slabs in list(self._spare.items()):
             while slabs and self.spare_bytes > keep_bytes:
                 slabs.pop()
@@ -221,19 +221,19 @@ class Memory:
             self._drop(excess_bytes, (Tier.KEPT,))
 
     def withdraw(self, entry: Droppable) -> None:
-        """Forbid to drop `entry`, unless that has happened: see `Droppable.is_dropped`."""
+        """Forbid to drop `entry`, unless it was dropped (`Droppable.is_dropped`)."""
         with self._changed:
             self._remove(entry)
 
     def use(self, entry: Droppable) -> bool:
-        """Keep `entry` from being dropped until `let_go`; return False if it was dropped."""
+        """Keep `entry` from being dropped until `end_use`; return False if it was dropped."""
         with self._changed:
             if entry.is_dropped:
                 return False
             entry.users += 1
             return True
 
-    def let_go(self, entry: Droppable) -> None:
+    def end_use(self, entry: Droppable) -> None:
         """End a `use`."""
         with self._changed:
             entry.users -= 1
@@ -246,7 +246,7 @@ class Memory:
             entry.tier = None
 
     def _drop(self, count: int, tiers: tuple[Tier, ...] = tuple(Tier)) -> None:
-        """Drop entries that hold `count` bytes, if there are so many; no lock is held."""
+        """Drop entries with `count` bytes in all, or all entries; no lock is held."""
         while count > 0:
             with self._changed:
                 entry = self._next_unused(tiers)
@@ -267,7 +267,7 @@ class Memory:
     # ---- taking -------------------------------------------------------------------------------
 
     def _try_acquire(self, count: int, *, is_slab: bool) -> bool:
-        # Twice, since others may still have views of what was dropped.
+        # Twice, since others may still have views of dropped bytes.
         for may_drop in (True, True, False):
             with self._changed:
                 if self._takers:
@@ -308,7 +308,7 @@ class Memory:
         with self._changed:
             is_quiet = time.monotonic() - max(start_s, self._given_s) >= _QUIET_S
             if is_quiet:
-                self._let_others_have()
+                self._uncount_given_up()
             elif self._takers[0] is not turn:
                 self._changed.wait(_POLL_S)
                 return False
@@ -324,7 +324,7 @@ class Memory:
         return False
 
     def _fits(self, count: int) -> bool:
-        # A single taker larger than the whole budget is let through alone, rather than never.
+        # A taker larger than the whole budget is served when nothing else is held.
         return self.used_bytes + count <= self.limit_bytes or self.used_bytes == 0
 
     def _count(self, count: int, *, is_slab: bool) -> None:
@@ -334,8 +334,10 @@ class Memory:
 
 
 def _slab_bytes(length: int) -> int:
-    """Return the size of the slab for `length` bytes. Few sizes, so that others can use the slab:
-    pages, doubled until it fits."""
+    """Return the size of the slab for `length` bytes: a page, doubled until it is large enough.
+
+    There are few sizes, so that slabs can be used again.
+    """
     size = _PAGE_BYTES
     while size < length:
         size *= 2

@@ -1,8 +1,8 @@
-"""Counts of the reads and writes of a mount.
+"""Counters of the reads and writes of one storage.
 
-Owns the counters of one storage's readers and writers. `Counters` is thread-safe and cheap enough
-for every chunk; a `Statistics` is a consistent copy of all counters. Counts only grow: a rate is
-the difference between two copies divided by the difference between their `uptime_s`.
+`Counters` is thread-safe and cheap enough to be called for every chunk. `Statistics` is a
+consistent copy of all counts. Counts only grow: a rate is the difference of two copies, divided by
+the difference of their `uptime_s`.
 """
 
 import threading
@@ -13,7 +13,7 @@ from msgspec import Struct
 
 
 class SourceStatistics(Struct, frozen=True):
-    """Counts of the bytes read from and written to one place: a DataNode, or a part's number."""
+    """Counts of one place that stores bytes: a DataNode, or the number of a part."""
 
     name: str
     read_bytes: int = 0
@@ -27,7 +27,7 @@ class SourceStatistics(Struct, frozen=True):
 
 
 class Statistics(Struct, frozen=True):
-    """Consistent copy of all counters at one moment."""
+    """Copy of all counts of a storage at one moment."""
 
     uptime_s: float = 0.0
     served_bytes: int = 0
@@ -90,8 +90,8 @@ class Counters:
             for name, count in counts.items():
                 known[name] += count
 
-    def look(self) -> Statistics:
-        """Return a copy of all counters."""
+    def read(self) -> Statistics:
+        """Return a copy of all counts."""
         with self._lock:
             values: dict[str, Any] = dict(self._counts)
             sources = tuple(

@@ -1,5 +1,4 @@
-"""Address arithmetic: where the bytes of one generation of a file are stored, and how they are
-checked. Pure; safe from any thread.
+"""Addresses and checks of the stored bytes of one generation of a file. Pure; thread-safe.
 
 A `FileView` is the same for a striped file and for an ordinary one, so that one reader serves both:
 an ordinary file is cut into the same units, all of them ranges of the one file, without checksums.
@@ -30,7 +29,6 @@ class Span(Struct, frozen=True):
 
     @property
     def length(self) -> int:
-        """Length in bytes."""
         return self.end - self.start
 
 
@@ -43,7 +41,7 @@ class Piece(Struct, frozen=True):
 
 
 def pieces(segment: Segment, offset: int, length: int) -> Iterator[Piece]:
-    """The parts' ranges that hold `[offset, offset + length)` of a segment, in logical order."""
+    """Yield the ranges of parts that hold a segment's `[offset, offset + length)`, in order."""
     unit, count = segment.stripe_unit_bytes, len(segment.parts)
     position, end = offset, min(offset + length, segment.size_bytes)
     while position < end:
@@ -54,28 +52,28 @@ def pieces(segment: Segment, offset: int, length: int) -> Iterator[Piece]:
 
 
 def parts_folder(directory: str) -> str:
-    """The hidden folder beside the files of `directory` ("" is the root)."""
+    """Return the hidden folder beside the files of `directory` ("" is the root)."""
     return f"{directory}/{PARTS_FOLDER}" if directory else PARTS_FOLDER
 
 
 def generation_folder(directory: str, generation: str) -> str:
-    """The folder of one segment's parts."""
+    """Return the folder that holds the parts of the segment `generation`."""
     return f"{parts_folder(directory)}/{generation}"
 
 
 def moved_identity(identity: str, source: str, target: str) -> str:
-    """The identity after a rename: an ordinary file's begins with its path."""
+    """Return a file's identity after a rename; that of an ordinary file begins with its path."""
     begin = f"{source}\0"
     return f"{target}\0{identity[len(begin) :]}" if identity.startswith(begin) else identity
 
 
 def plain_version(info: FileInfo) -> str:
-    """Return a string that differs between any two ordinary files that have the name of `info`."""
+    """Return the version of a stored file, which differs from that of any other with its name."""
     return f"{info.modified_ns}\0{info.size_bytes}\0{info.version}"
 
 
 class FileView:
-    """Generation of one file. Immutable."""
+    """Generation of a file: its identity and the addresses of its bytes. Immutable."""
 
     __slots__ = (
         "_bases",
@@ -97,9 +95,12 @@ class FileView:
         layout: Layout | None = None,
         block_bytes: int = 0,
     ) -> None:
-        """`identity` differs between any two generations that may be cached at the same time;
-        `modified_ns` is that of the file at `path`; `block_bytes`: where an ordinary file is cut
-        into blocks on different disks, if the storage does that."""
+        """Compute the offsets of the segments in the file.
+
+        `identity` differs between any two generations that may be cached at the same time.
+        `modified_ns` is that of the file at `path`. `block_bytes` is the size of the blocks in
+        which the storage spreads an ordinary file over disks; 0 if the storage does not.
+        """
         self.path = path
         self.identity = identity
         self.size_bytes = size_bytes
@@ -115,38 +116,36 @@ class FileView:
 
     @property
     def plain_version(self) -> str:
-        """Version of an ordinary file: its identity without the path at which it was looked up."""
+        """The version of an ordinary file: its identity without the path at the start."""
         return self.identity.partition("\0")[2]
 
     def renamed(self, path: str) -> "FileView":
-        """Return the view of the file after a rename to `path`, for a comparison with the
-        storage."""
+        """Return the view of the file at its new `path`, with the identity that it has there."""
         identity = moved_identity(self.identity, self.path, path)
         return FileView(path, identity, self.size_bytes, self.modified_ns, self.layout)
 
     def moved(self, path: str) -> "FileView":
-        """The view of the same generation after a rename within its tree, for readers that have it
-        open."""
+        """Return the view at a new `path` with the old identity, for readers that have it open."""
         return FileView(
             path, self.identity, self.size_bytes, self.modified_ns, self.layout, self.block_bytes
         )
 
     def unit_at(self, offset: int) -> Span:
-        """The stripe unit that holds byte `offset`: the unit of read-ahead."""
+        """Return the stripe unit that holds byte `offset`: the unit of read-ahead."""
         if self.layout is None:
             return self._aligned(offset, 0, DEFAULT_STRIPE_UNIT_BYTES, self.size_bytes)
         segment, base = self._segment_at(offset)
         return self._aligned(offset, base, segment.stripe_unit_bytes, segment.size_bytes)
 
     def block_at(self, offset: int) -> Span:
-        """The block that holds byte `offset`: the least that is fetched and verified."""
+        """Return the block that holds byte `offset`: the least that is fetched and verified."""
         if self.layout is None:
             return self._aligned(offset, 0, DEFAULT_BLOCK_BYTES, self.size_bytes)
         segment, base = self._segment_at(offset)
         return self._aligned(offset, base, segment.block_bytes, segment.size_bytes)
 
     def source(self, span: Span) -> tuple[str, int]:
-        """The stored file and the offset in it of `span`, which lies within one unit."""
+        """Return the stored file that holds `span`, a range in one unit, and the offset in it."""
         if self.layout is None:
             return self.path, span.start
         segment, base = self._segment_at(span.start)
@@ -155,18 +154,18 @@ class FileView:
         return f"{folder}/{segment.parts[piece.part].name}", piece.part_offset
 
     def source_name(self, span: Span) -> str:
-        """Return the counters' name for the place that `span` is read from: the number of the part.
+        """Return the name in the statistics of the place that `span` is read from.
 
-        The name is not a DataNode's, since hdfs-native does not tell which DataNode it reads from.
+        It names the part: hdfs-native does not say which DataNode holds it.
         """
         if self.layout is None:
             return "ordinary files"
         return f"part {self.source(span)[0].rpartition('/')[2]}"
 
     def is_in(self, info: FileInfo) -> bool:
-        """Return whether the stored file `info` is the ordinary file that this view was made of.
+        """Return whether the stored file `info` is still the one that this ordinary file was.
 
-        An ordinary file has no checksums and may have been replaced or written in place since.
+        An ordinary file has no checksums, and may have been replaced or written in place.
         """
         return self.plain_version == plain_version(info)
 

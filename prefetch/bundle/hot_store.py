@@ -29,8 +29,7 @@ from bootseer.prefetch.bundle.format import (
 from bootseer.prefetch.cache.node_cache import store_hex
 from bootseer.prefetch.record import hotset
 from bootseer.prefetch.record import trace as trace_format
-from bootseer.prefetch.record.hotset import HotSet
-from bootseer.prefetch.record.scattered import SCATTERED_COUNT_MAX
+from bootseer.prefetch.record.hotset import SCATTERED_COUNT_MAX, HotSet
 from bootseer.prefetch.record.trace import Trace
 from bootseer.settings.config import Settings
 from bootseer.store import Store

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -24,7 +24,7 @@ from bootseer.base.documents import Count, DocumentFormat
 from bootseer.blob.index.codec import decode
 from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.tree import Tree
-from bootseer.errors import CorruptError, NotFoundError, from_oserror
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
 from bootseer.linux.disk_usage import NO_DISK
 from bootseer.linux.private_files import read_private_file, write_private_file
 
@@ -97,6 +97,21 @@ def read_index(cache_dir: Path, digest: str, *, run_dir: Path | None = None) -> 
     path, data = _find(cache_dir, digest, run_dir)
     _check(path, digest, data)
     return data
+
+
+def read_or_fetch_index(
+    cache_dir: Path, digest: str, fetch: Callable[[], bytes], *, run_dir: Path | None = None
+) -> tuple[bytes, bool]:
+    """Return an index and whether it was fetched. It is read from the cache, else fetched and kept.
+
+    `fetch` returns the index, whose digest it has verified. Raises: as `fetch` and `keep_index`.
+    """
+    with contextlib.suppress(BootseerError):
+        # A damaged copy is fetched again.
+        return read_index(cache_dir, digest, run_dir=run_dir), False
+    data = fetch()
+    keep_index(cache_dir, digest, data, run_dir=run_dir)
+    return data, True
 
 
 def read_kept_tree(

@@ -19,14 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.blob.extract.extraction import extract
 from bootseer.blob.keys import POINTS
+from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import (
     AlreadyExistsError,
     BusyError,
     NotFoundError,
-    UnsupportedError,
     from_oserror,
 )
 from bootseer.fuse.kernel.mount import can_mount_directly
@@ -34,12 +35,13 @@ from bootseer.linux.locks import lock_within, try_lock
 from bootseer.linux.private_files import private_directory
 from bootseer.linux.processes import boot_id
 from bootseer.prefetch.cache.indexes import read_kept_tree
-from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
+from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache, image_key_of
 from bootseer.prefetch.container.container import CHROOT, Container
 from bootseer.prefetch.container.root import parse_bind
 from bootseer.prefetch.images.find import publish_later
-from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue
+from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue, vouched_streams
 from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.reading.registry import second_source
 from bootseer.prefetch.stored_frames import StoredFrames, plan_stored_frames
 from bootseer.served.ending import remove_scratch
 from bootseer.settings.config import Settings
@@ -151,24 +153,23 @@ def _locked_folder(base: Path) -> Path:
 
 
 def _extract(settings: Settings, resolved: FoundImage, target: Path) -> None:
-    tree = read_kept_tree(settings.cache_dir, resolved.record.index_digest)
-    if any(blob.digest.startswith(POINTS) for blob in tree.blobs):
-        raise UnsupportedError(
-            f"image {resolved.record.reference} is read from its registry by seek points, which "
-            "needs FUSE; index it with BOOTSEER_COPY_LAYERS=on for nodes that have none"
-        )
-    cache = NodeCache(settings.cache_dir)
+    index_digest = resolved.record.index_digest
+    stored = read_kept_tree(settings.cache_dir, index_digest)
+    vouched = vouched_streams(
+        settings, index_digest, stored.blobs, is_local=not resolved.is_published
+    )
     with contextlib.ExitStack() as stack:
         local: dict[int, CachedStream] = {}
-        for number, blob in enumerate(tree.blobs):
-            if not blob.frames:
-                # Only an index that this node made may name such a stream.
-                is_local = not resolved.is_published
-                stream = cache.open_whole(blob.stream_digest) if is_local else None
-                if stream is None:
-                    raise NotFoundError(f"this node has lost {blob.stream_digest}; pull it again")
-                stack.callback(stream.close)
-                local[number] = stream
+        for number, blob in enumerate(stored.blobs):
+            if not blob.frames or blob.digest.startswith(POINTS):
+                local[number] = _whole_stream(settings, resolved, blob, vouched)
+                stack.callback(local[number].close)
+        # Streams that are whole on this node are read without frames.
+        blobs = tuple(
+            replace(blob, frames=()) if number in local else blob
+            for number, blob in enumerate(stored.blobs)
+        )
+        tree = Tree(stored.columns, blobs)
         store = stack.enter_context(open_store(settings.store_url, deadline_s=settings.deadline_s))
         frames = stack.enter_context(
             StoredFrames(store, plan_stored_frames(tree), deadline_s=settings.deadline_s)
@@ -188,6 +189,30 @@ def _extract(settings: Settings, resolved: FoundImage, target: Path) -> None:
             allow_devices=is_root,
             skip_devices=not is_root,
         )
+
+
+def _whole_stream(
+    settings: Settings, image: FoundImage, blob: Blob, vouched: frozenset[str]
+) -> CachedStream:
+    """Open the stream of a blob that the store has no copy of.
+
+    The stream was pulled before, or a layer that stays in its registry is pulled now.
+    """
+    cache = NodeCache(settings.cache_dir)
+    digest = blob.stream_digest
+    stream = cache.open_whole(digest) if digest in vouched else None
+    if stream is None and blob.frames:
+        image_key = image_key_of(image.record.index_digest, settings.store_url)
+        pull = second_source(settings, image.record.reference, image_key)
+        if pull is not None:
+            pull(blob, lambda count: None)
+            stream = cache.open_replacement(blob, image_key)
+    if stream is None:
+        raise NotFoundError(
+            f"the layer {digest} of image {image.record.reference} is neither on this node nor in "
+            "the store; start the image from its source"
+        )
+    return stream
 
 
 def _lock(directory: Path) -> bool:

@@ -19,7 +19,7 @@ from bootseer.errors import (
 )
 from bootseer.prefetch.cache.indexes import read_kept_tree
 from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache, is_stored
-from bootseer.prefetch.index.catalogue import check_blobs, check_reference, find_image, have_index
+from bootseer.prefetch.index.catalogue import check_blobs, check_reference, find_image, load_index
 from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue, vouched_streams
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.index.source_names import is_source
@@ -89,7 +89,7 @@ def _stored(
     # The server reads the index from the node's cache.
     name = f"image {record.reference}"
     digest = record.index_digest
-    have_index(store, digest, name, settings.cache_dir, run_dir=settings.run_dir)
+    load_index(store, digest, name, settings.cache_dir, run_dir=settings.run_dir)
     try:
         check_blobs(store, record)
     except CorruptError as error:

@@ -42,12 +42,11 @@ from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
 from bootseer.prefetch.cache.whole_stream import ROOM_BYTES
 from bootseer.prefetch.images.find import Say, image_by_name, image_on_node, remember
 from bootseer.prefetch.index.catalogue import check_blobs, check_streams, find_image, load_tree
-from bootseer.prefetch.index.merge import LayerTree, merge
+from bootseer.prefetch.index.merge import LayerTree, merge_layers
 from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.index.source_names import REGISTRY
-from bootseer.prefetch.publish.indexing import change_time_ns, describe_image
-from bootseer.prefetch.publish.layer_packing import stored_layer
+from bootseer.prefetch.publish.indexing import change_time_ns, describe_image, stored_layer
 from bootseer.prefetch.sources import open_source
 from bootseer.prefetch.sources.model import ImageSource, Layer
 from bootseer.settings.config import Settings
@@ -233,7 +232,7 @@ class _SourceResolver:
         layers = [unique[key] for key in keys]
         streams = tuple(layer.stream for layer in layers if layer.stream is not None)
         try:
-            tree = merge([layer.tree for layer in layers])
+            tree = merge_layers([layer.tree for layer in layers])
             index = encode(tree)
             record = describe_image(source, name, tree, index, (), created_ns)
             keep_index(

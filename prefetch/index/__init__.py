@@ -1,1 +1,5 @@
-"""An image in the store: layers packed once, one tree over all of them, their records."""
+"""Records of images: in the store (`catalogue`) and on this node (`node_catalogue`).
+
+Also public: `records` and `chains` (documents), `merge` (layers to one tree), `source_names`, and
+`stream_contents` (which file each byte of a stream belongs to). May import of `prefetch`: `cache`.
+"""

@@ -1,9 +1,8 @@
-"""The images that a store knows: where their records lie, how one is found, and its tree.
+"""The catalogue of a store: the keys, records and trees of its images and layers.
 
-Alone owns the keys of images, layers, blobs and indexes in a store (docs/format/image.md). The
-index digest in a record pins all of an image's bytes; the index is verified at every use.
-
-Thread-safe: functions and frozen objects only.
+docs/format/image.md describes the objects. The index digest in a record determines all bytes of the
+image; an index is compared with its digest at every use. Thread-safe: functions and frozen objects
+only.
 """
 
 import contextlib
@@ -16,8 +15,8 @@ from bootseer.blob.index.codec import decode
 from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.keys import POINTS, blob_key, index_key
 from bootseer.blob.tree import Tree
-from bootseer.errors import BootseerError, CorruptError, InvalidInputError, NotFoundError
-from bootseer.prefetch.cache.indexes import keep_index, read_index
+from bootseer.errors import CorruptError, InvalidInputError, NotFoundError
+from bootseer.prefetch.cache.indexes import read_or_fetch_index
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import (
     IMAGE_FORM,
@@ -30,15 +29,15 @@ from bootseer.prefetch.index.records import (
 from bootseer.store import Store
 
 _PREFIX = re.compile(r"(?:sha256:)?([0-9a-f]{6,64})")
-_KEY_NAME_BYTES_MAX = 240
-"""Quoted; file names end at 255 bytes."""
-_QUESTIONS_MAX = 16
-"""Questions of one start that a store has at once."""
+_QUOTED_BYTES_MAX = 240
+"""Longest quoted reference: a file name has at most 255 bytes."""
+_SIZE_REQUESTS_MAX = 16
+"""Requests for blob sizes that one start sends to a store at once."""
 
 
 def check_reference(reference: str) -> str:
-    """`reference` if it can name an image. Raises: InvalidInputError."""
-    if not REFERENCE.fullmatch(reference) or len(quote(reference, "")) > _KEY_NAME_BYTES_MAX:
+    """Return `reference` if it can name an image. Raises: InvalidInputError."""
+    if not REFERENCE.fullmatch(reference) or len(quote(reference, "")) > _QUOTED_BYTES_MAX:
         raise InvalidInputError(
             f"{reference[:80]!r} cannot name an image; use up to 200 letters, digits and ._:/@+-"
         )
@@ -46,18 +45,17 @@ def check_reference(reference: str) -> str:
 
 
 def image_key(reference: str) -> str:
-    """Where the record of an image lies."""
+    """Return the key of an image's record. Raises: InvalidInputError."""
     return f"images/{quote(check_reference(reference), safe='')}.json"
 
 
 def layer_key(digest: str) -> str:
-    """Where the record of a layer lies."""
+    """Return the key of a layer's record."""
     return f"layers/{quote(digest, safe='')}.json"
 
 
 def list_images(store: Store) -> Iterator[ImageRecord]:
-    """All images, sorted by key. Raises: CorruptError, UnknownFormatError at the first record
-    that cannot be read."""
+    """Yield all images, sorted by key. Raises: CorruptError, UnknownFormatError."""
     for info in store.list("images/"):
         if info.path.endswith(".json"):
             with contextlib.suppress(NotFoundError):
@@ -65,10 +63,10 @@ def list_images(store: Store) -> Iterator[ImageRecord]:
 
 
 def find_image(store: Store, reference: str) -> ImageRecord:
-    """The image called `reference` (or `reference`:latest), or the one whose index digest starts
-    with `reference`.
+    """Return the image called `reference` or `reference`:latest.
 
-    Raises: NotFoundError, InvalidInputError where several fit, CorruptError, UnknownFormatError.
+    `reference` may also be the beginning of an index digest. Raises: NotFoundError;
+    InvalidInputError if several digests begin so; CorruptError, UnknownFormatError.
     """
     check_reference(reference)
     tagged = ":" in reference.rpartition("/")[2] or "@" in reference
@@ -97,11 +95,10 @@ def find_image(store: Store, reference: str) -> ImageRecord:
 
 
 def check_blobs(store: Store, record: ImageRecord) -> None:
-    """Look whether the store has the blobs of all layers, without reading them.
+    """Check that the store has the blobs of all layers with the right sizes; read none of them.
 
-    Asks for several at once: every start waits for this, and an object store takes tens of
-    milliseconds for each. Raises: CorruptError for one that is missing or of another size;
-    UnavailableError.
+    Sends several requests at once: every start waits for the answers, and an object store takes
+    tens of milliseconds for each. Raises: CorruptError, UnavailableError.
     """
 
     def size_of(key: str) -> int:
@@ -112,14 +109,16 @@ def check_blobs(store: Store, record: ImageRecord) -> None:
 
     keys = [blob_key(layer.blob_digest) for layer in record.layers]
     if len(keys) > 1:
-        # Imported late: not every start comes here.
+        # Imported late: a start of an image with one layer needs no threads.
         from concurrent.futures import ThreadPoolExecutor
 
-        pool = ThreadPoolExecutor(min(len(keys), _QUESTIONS_MAX), thread_name_prefix="blob-size")
+        pool = ThreadPoolExecutor(
+            min(len(keys), _SIZE_REQUESTS_MAX), thread_name_prefix="blob-size"
+        )
         try:
             sizes = list(pool.map(size_of, keys))
         finally:
-            # After a failure no further question is asked; those that were have their deadlines.
+            # After a failure no further request is sent; requests under way have deadlines.
             pool.shutdown(wait=True, cancel_futures=True)
     else:
         sizes = [size_of(key) for key in keys]
@@ -133,10 +132,12 @@ def check_blobs(store: Store, record: ImageRecord) -> None:
 
 
 def check_streams(tree: Tree, diff_ids: Collection[str], where: str) -> None:
-    """Look whether a tree is of these layers and no others, as far as it says itself: a record may
-    name the index of another image. Raises: CorruptError."""
+    """Check that the streams of a tree are those of these layers: a record may name a wrong index.
+
+    Raises: CorruptError.
+    """
     for blob in tree.blobs:
-        # A stream has another digest than its layer where that is not a SHA-256.
+        # A layer whose diff_id is not a SHA-256 has a stream digest of another kind.
         if blob.stream_digest.startswith("sha256:") and blob.stream_digest not in diff_ids:
             raise CorruptError(
                 f"{where} names an index of the layer {blob.stream_digest}, which is not its own"
@@ -144,9 +145,9 @@ def check_streams(tree: Tree, diff_ids: Collection[str], where: str) -> None:
 
 
 def publish_image(store: Store, record: ImageRecord) -> None:
-    """Catalogue `record`, whose objects are all in the store; replaces the image of that name.
+    """Publish an image's record, replacing any image of that name. All its objects are stored.
 
-    Raises: CorruptError for a record that no reader would accept.
+    Raises: CorruptError for a record that readers would refuse; BootseerError.
     """
     data = IMAGE_FORM.encode(record)
     IMAGE_FORM.decode(data, f"the image {record.reference}")
@@ -154,7 +155,7 @@ def publish_image(store: Store, record: ImageRecord) -> None:
 
 
 def publish_index(store: Store, digest: str, data: bytes) -> None:
-    """Have an index, which has `digest`, in the store; replaces one that is damaged."""
+    """Publish an index unless the store has it undamaged. Raises: BootseerError."""
     if not store.publish(index_key(digest), data):
         try:
             read_tree(store, digest)
@@ -163,10 +164,9 @@ def publish_index(store: Store, digest: str, data: bytes) -> None:
 
 
 def publish_layer(store: Store, record: LayerRecord) -> None:
-    """Make a layer, whose objects are all in the store, known by its digest; replaces an older
-    record, which names what is gone or damaged or is equal.
+    """Publish a layer's record, replacing an older one. The layer's objects are all stored.
 
-    Raises: CorruptError for a record that no reader would accept.
+    Raises: CorruptError for a record that readers would refuse; BootseerError.
     """
     data = LAYER_FORM.encode(record)
     LAYER_FORM.decode(data, f"the layer {record.digest}")
@@ -174,8 +174,11 @@ def publish_layer(store: Store, record: LayerRecord) -> None:
 
 
 def check_replaceable(store: Store, reference: str) -> None:
-    """Raises UnknownFormatError where `reference` is an image that a later release wrote;
-    InvalidInputError where it cannot name one."""
+    """Check that a new image may take the name `reference`.
+
+    Raises: UnknownFormatError if a later release wrote the image of that name; InvalidInputError
+    if `reference` cannot name an image.
+    """
     with contextlib.suppress(NotFoundError, CorruptError):
         _read_image(store, image_key(reference))
 
@@ -191,7 +194,7 @@ def _read_image(store: Store, key: str) -> ImageRecord:
 
 
 def read_layer(store: Store, digest: str) -> LayerRecord | None:
-    """The record of a layer; None where the store has none. Raises: as `LAYER_FORM.decode`."""
+    """Return the record of a layer, or None. Raises: CorruptError, UnknownFormatError."""
     key = layer_key(digest)
     try:
         record = LAYER_FORM.read(store, key)
@@ -205,10 +208,11 @@ def read_layer(store: Store, digest: str) -> LayerRecord | None:
 def find_whole_layer(
     store: Store, digest: str, registry_digest: str | None = None
 ) -> LayerRecord | None:
-    """Return the record of a layer whose blob the store has; None where it has no record, or only
-    seek points of another file than the image's registry has, `registry_digest`.
+    """Return the record of a layer whose blob the store has with the right size.
 
-    Raises: NotFoundError without the blob; CorruptError where its size is another; as `read_layer`.
+    `registry_digest`: digest of the layer's file in the image's registry. None is returned if there
+    is no record, or if the blob is seek points of another file.
+    Raises: NotFoundError if the blob is missing; CorruptError, UnknownFormatError.
     """
     record = read_layer(store, digest)
     if record is not None:
@@ -219,7 +223,7 @@ def find_whole_layer(
                 f"{record.blob_size_bytes}; index the layer {digest} again"
             )
         if record.blob_digest.startswith(POINTS):
-            # Imported late: it loads what decompresses, which few starts need.
+            # Imported late: it loads decompressors, which few starts need.
             from bootseer.blob.seek_points import HEAD_BYTES, layer_digest_of
 
             head = store.read(blob_key(record.blob_digest), 0, HEAD_BYTES)
@@ -229,14 +233,13 @@ def find_whole_layer(
 
 
 def layer_tree(record: LayerRecord, tree: Tree) -> LayerTree:
-    """Return the layer whose index was decoded to `tree`. Raises: CorruptError where the tree is
-    another layer's."""
+    """Return the layer of `record` with its decoded index. Raises: CorruptError for a wrong one."""
     check_streams(tree, (record.digest,), f"the record of the layer {record.digest}")
     return LayerTree(tree, frozenset(record.implied), record.links)
 
 
 def read_tree(store: Store, digest: str, *, bytes_max: int = INDEX_BYTES_MAX) -> Tree:
-    """Return the tree whose index has `digest`.
+    """Read an index from the store, and decode it to a tree.
 
     Raises: NotFoundError; CorruptError, also for an index of more than `bytes_max`;
     UnknownFormatError, UnavailableError.
@@ -257,27 +260,32 @@ def _fetch_index(store: Store, digest: str, bytes_max: int) -> bytes:
 def load_tree(
     store: Store, record: ImageRecord, cache_dir: Path, *, run_dir: Path | None = None
 ) -> Tree:
-    """Return the image's tree. Raises: as `have_index`; UnknownFormatError."""
+    """Return the image's tree, from the node's cache or the store.
+
+    Raises: as `load_index`; UnknownFormatError.
+    """
     name = f"image {record.reference}"
-    return decode(have_index(store, record.index_digest, name, cache_dir, run_dir=run_dir))
+    return decode(load_index(store, record.index_digest, name, cache_dir, run_dir=run_dir))
 
 
-def have_index(
+def load_index(
     store: Store, digest: str, name: str, cache_dir: Path, *, run_dir: Path | None = None
 ) -> bytes:
-    """Return the index of `name` that has `digest`. It is kept in `cache_dir`, or for a while in
-    `run_dir` (`keep_index`), and verified at every use; a copy that is damaged is fetched again.
+    """Return an index from the node's cache, else from the store; it stays in the cache.
 
-    Raises: CorruptError, also where the store has no index; NotFoundError where the cache cannot be
+    The index is compared with its digest in either case; a damaged copy is fetched again. `name` is
+    the owner of the index in messages, such as "image python:3.12"; `run_dir`: see `keep_index`.
+
+    Raises: CorruptError, also if the store has no such index; NotFoundError if the cache cannot be
     made; UnavailableError, NoSpaceError.
     """
-    with contextlib.suppress(BootseerError):
-        return read_index(cache_dir, digest, run_dir=run_dir)
-    try:
-        data = _fetch_index(store, digest, INDEX_BYTES_MAX)
-    except NotFoundError as error:
-        raise CorruptError(
-            f"the index of {name} is missing in {store.url}; index it again"
-        ) from error
-    keep_index(cache_dir, digest, data, run_dir=run_dir)
-    return data
+
+    def fetch() -> bytes:
+        try:
+            return _fetch_index(store, digest, INDEX_BYTES_MAX)
+        except NotFoundError as error:
+            raise CorruptError(
+                f"the index of {name} is missing in {store.url}; index it again"
+            ) from error
+
+    return read_or_fetch_index(cache_dir, digest, fetch, run_dir=run_dir)[0]

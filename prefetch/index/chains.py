@@ -1,9 +1,8 @@
-"""Chains: what container engines call an image's lowest layers, and how the store knows them.
+"""Chains: the lowest layers of an image, named by container engines with one digest.
 
-An engine names the tree that the first N layers make by one digest, its *chain id*, from which the
-layers cannot be told. So the node that indexes an image leaves a record for each N, under the chain
-id. Alone owns chain ids and the record's codec and key (docs/format/image.md). Thread-safe:
-functions and frozen objects only.
+An engine names the tree of the first N layers by a *chain id*, from which the layers cannot be
+derived. So the node that indexes an image publishes a record for each N, whose key is the chain id
+(docs/format/image.md). Thread-safe: functions and frozen objects only.
 """
 
 import hashlib
@@ -19,16 +18,19 @@ from bootseer.store import Store
 
 
 class Chain(Struct, frozen=True):
-    """The layers of a chain, the lowest first."""
+    """Layers of a chain, from the lowest up."""
 
     diff_ids: tuple[str, ...]
     index_digest: str = ""
-    """The digest of their merged tree, where a node has published that."""
+    """Digest of the index of the merged tree; "" until a node has published that index."""
 
 
 def chain_ids(diff_ids: Sequence[str]) -> tuple[str, ...]:
-    """The chain ids of an image's first layer, of its first two, and so on ("Layer ChainID" in
-    the OCI image specification; SHA-256 whatever the layers' digests are). Pure."""
+    """Return the chain ids of an image's first layer, of its first two, and so on. Pure.
+
+    See "Layer ChainID" in the OCI image specification. A chain id of several layers is a SHA-256,
+    whichever kind the layers' digests are.
+    """
     ids: list[str] = []
     for diff_id in diff_ids:
         if not ids:
@@ -40,7 +42,7 @@ def chain_ids(diff_ids: Sequence[str]) -> tuple[str, ...]:
 
 
 def chain_key(chain_id: str) -> str:
-    """Where the record of a chain lies."""
+    """Return the key of a chain's record."""
     return f"chains/{quote(chain_id, safe='')}.json"
 
 
@@ -62,16 +64,13 @@ _FORM: DocumentFormat[_ChainRecord] = DocumentFormat(
 
 
 def encode_chain(chain: Chain) -> bytes:
-    """The record of a chain. The same one gives the same bytes."""
+    """Encode the record of a chain. Deterministic."""
     chain_id = chain_ids(chain.diff_ids)[-1]
     return _FORM.encode(_ChainRecord(chain_id, chain.diff_ids, chain.index_digest or None))
 
 
 def decode_chain(data: bytes, chain_id: str, where: str) -> Chain:
-    """The chain in the record, whose layers do make `chain_id`.
-
-    Raises: CorruptError, UnknownFormatError.
-    """
+    """Decode the record of a chain. Raises: UnknownFormatError; CorruptError, also for another."""
     return _chain(_FORM.decode(data, where), chain_id, where)
 
 
@@ -82,10 +81,10 @@ def _chain(record: _ChainRecord, chain_id: str, where: str) -> Chain:
 
 
 def read_chain(store: Store, chain_id: str) -> Chain | None:
-    """What the store knows of a chain; None where that is nothing.
+    """Return the chain `chain_id` of the store, or None.
 
-    Raises: CorruptError (also where `chain_id` is no digest), UnknownFormatError,
-    UnavailableError, DeadlineError.
+    Raises: CorruptError, also if `chain_id` is not a digest; UnknownFormatError, UnavailableError,
+    DeadlineError.
     """
     if not is_digest(chain_id):
         raise CorruptError(f"{chain_id[:100]!r} is no chain id: it is not a digest")
@@ -97,16 +96,16 @@ def read_chain(store: Store, chain_id: str) -> Chain | None:
 
 
 def publish_chains(store: Store, diff_ids: Sequence[str]) -> None:
-    """Make the chains of an image's layers known, whose records are all in the store.
+    """Publish the chains of an image's layers, whose records are all in the store.
 
-    Raises: UnknownFormatError where a later release wrote one; UnavailableError, NoSpaceError.
+    Raises: UnknownFormatError if a later release wrote one of them; UnavailableError, NoSpaceError.
     """
     for count in range(1, len(diff_ids) + 1):
         _publish(store, Chain(tuple(diff_ids[:count])))
 
 
 def publish_chain_index(store: Store, diff_ids: Sequence[str], index_digest: str) -> None:
-    """Make known what index, which is in the store, the merged tree of all these layers has.
+    """Publish the index digest of the merged tree of all these layers; the index is in the store.
 
     Raises: as `publish_chains`.
     """
@@ -114,11 +113,11 @@ def publish_chain_index(store: Store, diff_ids: Sequence[str], index_digest: str
 
 
 def _publish(store: Store, chain: Chain) -> None:
-    """Unless what is there says as much."""
     chain_id = chain_ids(chain.diff_ids)[-1]
     try:
         found = read_chain(store, chain_id)
     except CorruptError:
         found = None
+    # A record without an index digest must not replace one that has it.
     if found is None or chain.index_digest not in ("", found.index_digest):
         store.publish(chain_key(chain_id), encode_chain(chain), replace=True)

@@ -1,17 +1,18 @@
-"""Layers into one tree, as the OCI image specification says ("Applying Changesets").
+"""Merging of layers into one tree, as the OCI image specification says ("Applying Changesets").
 
-Pure (no I/O). Alone owns what whiteouts, opaque directories and hard links between layers mean.
+Rules for whiteouts, opaque directories and hard links between layers:
 
-- A name replaces what lower layers have at its path, whatever that is; only a directory over a
-  directory keeps the lower contents, and gives it new attributes, unless the layer merely implies
-  the directory (`usr/bin/x` without `usr/`).
-- Whiteouts apply to lower layers only, wherever in the layer's tar they stand: a name that is
-  whited out and created in one layer is there afterwards.
-- A directory over a symbolic link replaces it, also one that is implied, as overlayfs does (tools
-  that extract in place would follow the link).
+- A name replaces any name of lower layers at its path. Only a directory over a directory keeps the
+  lower contents and sets new attributes; a directory without an entry of its own (`usr/` of
+  `usr/bin/x`) keeps the attributes as well.
+- Whiteouts apply to lower layers only, wherever they stand in the layer's tar: a name that a layer
+  whites out and creates exists afterwards.
+- A directory over a symbolic link replaces the link, even without an entry of its own, as overlayfs
+  does. (Tools that extract in place would follow the link.)
 - A hard link to a name that only lower layers have is another name of that inode.
-- What containerd does not unpack is left out: the root's own attributes, trusted xattrs, times
-  before 1970.
+- The root's own attributes, trusted xattrs and times before 1970 are left out, as by containerd.
+
+Pure (no I/O).
 """
 
 import stat
@@ -31,49 +32,49 @@ from bootseer.errors import CorruptError
 
 WHITEOUT = b".wh."
 OPAQUE = b".wh..wh..opq"
-_BOOKKEEPING = b".wh..wh."
-"""Aufs's own files (`.wh..wh.plnk`); no tool that applies layers shows them."""
+_AUFS_PREFIX = b".wh..wh."
+"""Prefix of the files that Aufs keeps for itself, such as `.wh..wh.plnk`; no engine shows them."""
 _TRUSTED = b"trusted."
 _AFTER_WHITEOUT = b".wh/"
-"""Sorts right behind all names that begin as whiteouts do."""
+"""Sorts right behind every name with the prefix `WHITEOUT`."""
 
 _NO_INODE = -1
-"""The inode of the root, until a layer has an entry for it."""
+"""Inode of the root until a layer has an entry for the root."""
 
 _LINK_MODE = stat.S_IFLNK | 0o777
 DEFAULT_ROOT = Inode(stat.S_IFDIR | 0o755)
 
 
 class LayerTree(Struct, frozen=True):
-    """One layer as packed: whiteouts are still plain names in it."""
+    """Tree of a single layer, in which whiteouts are still plain names."""
 
     tree: Tree
     implied: frozenset[bytes] = frozenset()
-    """Paths of directories that the tar has no entry for; b"" is the root."""
+    """Paths of directories without an entry in the tar; b"" is the root."""
     links: tuple[tuple[bytes, bytes], ...] = ()
     """(path, target path in lower layers) of hard links whose target is not in this layer."""
     is_changeset: bool = True
-    """False: a plain root file system, in which no name has a special meaning."""
+    """False for a plain root file system, in which no name has a special meaning."""
 
 
-class _Folder(Struct):
-    """A directory of the merged tree. Inodes have the numbers of `CombinedInodes`."""
+class _MergedDirectory(Struct):
+    """Directory of the merged tree. Inodes have the numbers of `CombinedInodes`."""
 
     inode: int
-    children: dict[bytes, "int | _Folder"] = field(default_factory=dict)
-    """Name -> what is no directory, as its inode's number, or a directory."""
+    children: dict[bytes, "int | _MergedDirectory"] = field(default_factory=dict)
+    """Name -> directory, or for any other file the number of its inode."""
 
 
-def merge(layers: Sequence[LayerTree]) -> Tree:
-    """The tree of an image whose layers these are, the lowest first.
+def merge_layers(layers: Sequence[LayerTree]) -> Tree:
+    """Merge the layers of an image, from the lowest up, into one tree.
 
-    Inodes are numbered in the order of a walk; only blobs that some file needs are kept, in the
-    order of the layers. Raises: CorruptError for a layer that cannot be applied.
+    Inodes are numbered in the order of a walk. Only blobs that a file needs are kept, in the order
+    of the layers. Raises: CorruptError for a layer that cannot be applied.
     """
     if len(layers) == 1 and not layers[0].is_changeset:
         return layers[0].tree
     gathered = CombinedInodes([layer.tree for layer in layers])
-    root = _Folder(_NO_INODE)
+    root = _MergedDirectory(_NO_INODE)
     for number, layer in enumerate(layers):
         try:
             _apply(root, gathered.first[number], layer)
@@ -83,23 +84,22 @@ def merge(layers: Sequence[LayerTree]) -> Tree:
             raise CorruptError(f"{where} cannot be applied: {error}") from error
     has_root = root.inode != _NO_INODE
     wanted = _collect(root, gathered.mtime_ns(root.inode) if has_root else 0)
-    # It takes more than the tree will.
-    del root
+    del root  # It takes more memory than the tree will.
     return gathered.tree(
         wanted, mode=_unpacked_mode, mtime_ns=_unpacked_time, xattrs=_unpacked_xattrs
     )
 
 
-def _apply(root: _Folder, first: int, layer: LayerTree) -> None:
-    """`first`: the number that the layer's root has."""
+def _apply(root: _MergedDirectory, first_inode: int, layer: LayerTree) -> None:
+    """Apply a layer, whose inodes have the numbers from `first_inode` on, to the merged tree."""
     tree = layer.tree
     names, inodes = tree.columns.names, tree.columns.name_inode
     directories = tree.columns.directories()
     implied = {tree.resolve(path) for path in layer.implied}
     links = _resolve_links(root, layer)
     if 0 not in implied:
-        # Only for its time: see `merge`.
-        root.inode = first
+        # Only the root's time is used: see `merge_layers`.
+        root.inode = first_inode
     stack = [(0, root)]
     while stack:
         directory, folder = stack.pop()
@@ -113,36 +113,36 @@ def _apply(root: _Folder, first: int, layer: LayerTree) -> None:
         for i in chain(range(start, whiteout), range(no_whiteout, end)):
             name, number = names[i], inodes[i]
             if number not in directories:
-                children[name] = first + number
+                children[name] = first_inode + number
                 continue
             child = children.get(name)
             if child is None or isinstance(child, int):
-                child = children[name] = _Folder(first + number)
+                child = children[name] = _MergedDirectory(first_inode + number)
             elif number not in implied:
-                child.inode = first + number
+                child.inode = first_inode + number
             stack.append((number, child))
     for path, target in links.items():
         directory_path, _, name = path.rpartition(b"/")
         parent = _find(root, directory_path)
-        if not isinstance(parent, _Folder):
+        if not isinstance(parent, _MergedDirectory):
             raise CorruptError(f"the hard link {quoted(path)} lies in no directory")
         if not name.startswith(WHITEOUT):
             parent.children[name] = target
 
 
-def _white_out(lower: dict[bytes, int | _Folder], name: bytes) -> None:
-    """`lower` holds nothing of the whiteout's own layer yet."""
+def _white_out(lower: dict[bytes, int | _MergedDirectory], name: bytes) -> None:
+    """Apply a whiteout to a directory before any other name of the whiteout's layer is added."""
     if name == OPAQUE:
         lower.clear()
-    elif not name.startswith(_BOOKKEEPING):
+    elif not name.startswith(_AUFS_PREFIX):
         hidden = name.removeprefix(WHITEOUT)
         if hidden in (b"", b".", b".."):
             raise CorruptError(f"the whiteout {quoted(name)} names nothing that could be hidden")
         lower.pop(hidden, None)
 
 
-def _resolve_links(root: _Folder, layer: LayerTree) -> Mapping[bytes, int]:
-    """Path -> the lower layers' inode, before this layer's whiteouts can hide it."""
+def _resolve_links(root: _MergedDirectory, layer: LayerTree) -> Mapping[bytes, int]:
+    """Return the inodes of a layer's links to lower layers by path, before its whiteouts apply."""
     found: dict[bytes, int] = {}
     for path, target in layer.links:
         inode = _find(root, target)
@@ -155,22 +155,22 @@ def _resolve_links(root: _Folder, layer: LayerTree) -> Mapping[bytes, int]:
     return found
 
 
-def _find(root: _Folder, path: bytes) -> "int | _Folder | None":
-    node: int | _Folder | None = root
+def _find(root: _MergedDirectory, path: bytes) -> "int | _MergedDirectory | None":
+    node: int | _MergedDirectory | None = root
     for part in path.split(b"/") if path else ():
-        node = node.children.get(part) if isinstance(node, _Folder) else None
+        node = node.children.get(part) if isinstance(node, _MergedDirectory) else None
     return node
 
 
-def _collect(root: _Folder, mtime_ns: int) -> Selection:
-    """The names of the merged tree, and its inodes in the order of a walk."""
+def _collect(root: _MergedDirectory, mtime_ns: int) -> Selection:
+    """List the names of the merged tree, and its inodes in the order of a walk."""
     numbers = {root.inode: 0}
     names: list[bytes] = []
     parents = array("I")
     targets: list[int] = []
 
-    def enter(folder: _Folder) -> Iterator[int | _Folder]:
-        """List its names, which folders are entered in the order of; what they lead to."""
+    def enter(folder: _MergedDirectory) -> Iterator[int | _MergedDirectory]:
+        """Append the folder's names; return its children in the order of their names."""
         ordered = sorted(folder.children)
         children = [folder.children[name] for name in ordered]
         names.extend(ordered)
@@ -199,7 +199,7 @@ def _collect(root: _Folder, mtime_ns: int) -> Selection:
 
 
 def _unpacked_mode(mode: int) -> int:
-    """Linux keeps no permissions of a symbolic link, whatever a tar says."""
+    # Linux keeps no permissions of symbolic links, but a tar may state some.
     return _LINK_MODE if stat.S_ISLNK(mode) else mode
 
 
@@ -208,5 +208,5 @@ def _unpacked_time(mtime_ns: int) -> int:
 
 
 def _unpacked_xattrs(xattrs: Xattrs) -> Xattrs:
-    """Overlayfs, under which images are mounted, would take its own for orders."""
+    # Images are mounted under overlayfs, which would obey its own xattrs, `trusted.overlay.*`.
     return tuple(xattr for xattr in xattrs if not xattr[0].startswith(_TRUSTED)) if xattrs else ()

@@ -1,13 +1,13 @@
-"""What this node knows of images by itself: images that it started, and layers that no node
-published.
+"""The node's catalogue: images that this node started, and layers that it pulled.
 
-Alone owns `cache_dir/catalogue` (docs/format/cache.md, "The node's catalogue"). It stands in for
-the store's records while the store or the registry cannot be asked, and it is all that there is of
-a layer between being pulled and being published. Indexes lie in `cache_dir/indexes`, streams in the
-node cache; a record here says which. Every record is checked as if a stranger had written it, and
-one that does not check is as good as none: then the image is pulled again.
+Records lie in `cache_dir/catalogue` (docs/format/cache.md, "The node's catalogue"). They replace
+the store's records while the store or the registry cannot be reached, and they are the only records
+of a layer until it is published. They name indexes in `cache_dir/indexes` and streams in the node
+cache. Every record is checked like one from the network, and an invalid record counts as missing:
+the image is then pulled again.
 
-Nothing is synced: what a crash tears is pulled again. Thread-safe; any process of the user's.
+Files are not synced; after a crash, images with torn records are pulled again. Thread-safe; several
+processes of the user may use one catalogue at once.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from urllib.parse import quote
 from msgspec import Meta, Struct
 
 from bootseer.base.documents import AnyDigest, DocumentFormat, Sha256
-from bootseer.blob.index.codec import decode, encode
 from bootseer.blob.index.codec import digest as digest_of
-from bootseer.blob.tree import Blob, Tree
+from bootseer.blob.index.codec import encode
+from bootseer.blob.tree import Blob
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -33,7 +33,7 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.linux.private_files import write_private_file
-from bootseer.prefetch.cache.indexes import keep_index, read_index
+from bootseer.prefetch.cache.indexes import keep_index, read_kept_tree
 from bootseer.prefetch.cache.node_cache import CachedStream, store_hex
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import (
@@ -50,40 +50,41 @@ _Record = TypeVar("_Record")
 
 
 class FoundImage(Struct, frozen=True):
-    """An image that can be mounted, or a node's record of one. `release` it once a server has it
-    open."""
+    """Image that can be mounted, or a node's record of one.
+
+    Call `release` once a server has opened the image.
+    """
 
     record: ImageRecord
-    """The record: with the layers' blobs if it is published, else without layers."""
+    """The record: with the layers' blobs if the image is published, else without layers."""
     layer_digests: tuple[str, ...] = ()
-    """The keys of an unpublished image's layers, the lowest first: their diff_ids; of a directory,
-    the digest of its stream."""
+    """Keys of an unpublished image's layers, from the lowest up: the layers' diff_ids, or for a
+    directory the digest of its stream. Empty for a published image."""
     held: tuple[CachedStream, ...] = ()
-    """Streams kept open, so that the cache does not remove what only this node has."""
+    """Streams that only this node has; the cache does not remove them while they are open."""
 
     @property
     def is_published(self) -> bool:
-        """Whether the store has it, or had."""
+        """Whether the store has the image, or had it once."""
         return not self.layer_digests
 
     def release(self) -> None:
-        """Let the cache do with the streams as it likes. Idempotent."""
+        """Close the held streams, so that the cache may remove them. Idempotent."""
         for stream in self.held:
             stream.close()
 
 
 class NodeLayer(Struct, frozen=True):
-    """A layer that was pulled here."""
+    """Layer that this node pulled."""
 
     tree: LayerTree
-    """Its only blob is a stream of this node."""
+    """Tree whose only blob is the stream in the node cache."""
     content_digest: str
-    """The BLAKE3 digest of that stream: verifying it once more takes a tenth of what SHA-256
-    does."""
+    """BLAKE3 digest of the stream: a second check takes a tenth of the time of SHA-256."""
 
     @property
     def blob(self) -> Blob:
-        """The stream."""
+        """Return the blob that stands for the stream."""
         return self.tree.tree.blobs[0]
 
 
@@ -99,7 +100,7 @@ class _LayerFile(Struct, frozen=True):
 class _ImageFile(Struct, frozen=True):
     store: str
     record: dict[str, Any]
-    """As the store has it."""
+    """The `ImageRecord` as a document."""
     layers: Annotated[tuple[AnyDigest, ...], Meta(max_length=10_000)] = ()
 
 
@@ -120,11 +121,13 @@ _IMAGE_FORM: DocumentFormat[_ImageFile] = DocumentFormat(
 
 
 class NodeCatalogue:
-    """The catalogue below one cache folder, for starts that use one store."""
+    """Catalogue in one cache folder, for starts that use one store.
+
+    Images that were started with another store are not found: their bytes were chosen by whoever
+    may write to that store.
+    """
 
     def __init__(self, cache_dir: Path, store_url: str = "") -> None:
-        """What was started with another store than `store_url` is not found: who may write there
-        decided what it holds."""
         self._cache_dir = cache_dir
         self._store = store_hex(store_url)
         self._directory = cache_dir / "catalogue"
@@ -132,7 +135,7 @@ class NodeCatalogue:
     # ---- images -------------------------------------------------------------------------------
 
     def find_image(self, reference: str) -> FoundImage | None:
-        """The image last started as `reference`, or as `reference`:latest."""
+        """Return the image that was last started as `reference` or `reference`:latest, or None."""
         tagged = ":" in reference.rpartition("/")[2] or "@" in reference
         for name in (reference,) if tagged else (reference, f"{reference}:latest"):
             image = self._read_image(self._path("images", name))
@@ -141,7 +144,7 @@ class NodeCatalogue:
         return None
 
     def keep_image(self, image: FoundImage) -> None:
-        """Remember the image under its name, and an unpublished one also by its index.
+        """Record the image under its name, and an unpublished image also under its index digest.
 
         Raises: NoSpaceError, BootseerError.
         """
@@ -151,11 +154,11 @@ class NodeCatalogue:
         self._write(self._path("images", image.record.reference), data)
 
     def find_source(self, source: str) -> FoundImage | None:
-        """The image that was last started from `source`."""
+        """Return the image that was last started from `source`, or None."""
         return self._read_image(self._source_path(source))
 
     def keep_source(self, source: str, image: FoundImage) -> None:
-        """Remember what `source` was. Raises: NoSpaceError, BootseerError."""
+        """Record the image that `source` held. Raises: NoSpaceError, BootseerError."""
         self._write(self._source_path(source), _encode_node_image(image, self._store))
 
     def _source_path(self, source: str) -> Path:
@@ -163,19 +166,19 @@ class NodeCatalogue:
         return self._path("sources", hashlib.sha256(os.fsencode(source)).hexdigest())
 
     def find_unpublished(self, index_digest: str) -> FoundImage | None:
-        """The unpublished image whose index this is."""
+        """Return the unpublished image with this index, or None."""
         image = self._read_image(self._path("unpublished", index_digest))
         if image is None or image.is_published or image.record.index_digest != index_digest:
             return None
         return image
 
     def find_published(self, index_digest: str) -> ImageRecord | None:
-        """What an image that had the index `index_digest` before it was published became."""
+        """Return the store's record of an image whose index was this one before publication."""
         image = self._read_image(self._path("published", index_digest))
         return image.record if image is not None and image.is_published else None
 
     def keep_published(self, index_digest: str, record: ImageRecord) -> None:
-        """The unpublished image with `index_digest` is in the store now, as `record`.
+        """Record that the unpublished image with this index is now in the store as `record`.
 
         Raises: NoSpaceError, BootseerError.
         """
@@ -186,20 +189,24 @@ class NodeCatalogue:
             self._write(self._path("vouched", record.index_digest), vouched)
         self._write(self._path("published", index_digest), data)
         known = self.find_image(record.reference)
-        # The name may stand for another image by now.
+        # Another image may have taken the name since.
         if known is not None and known.record.index_digest == index_digest:
             self._write(self._path("images", record.reference), data)
 
     def keep_vouched(self, record: ImageRecord) -> None:
-        """Remember that the image's configuration, which its source has given, names its layers, if
-        this node has pulled one of them. Raises: NoSpaceError, BootseerError."""
+        """Record that the image's source has named the layers of `record`.
+
+        Does nothing if this node has pulled none of them. Raises: NoSpaceError, BootseerError.
+        """
         if any(self._path("layers", digest).exists() for digest in record.config.diff_ids):
             data = _encode_node_image(FoundImage(record), self._store)
             self._write(self._path("vouched", record.index_digest), data)
 
     def vouched_layers(self, index_digest: str) -> frozenset[str]:
-        """Return the digests of the layers that a source named of the image with this index, and of
-        those that this node has published for it."""
+        """Return the digests of the layers of the image with this index that can be trusted.
+
+        The image's source named these layers, or this node published them for the image.
+        """
         image = self._read_image(self._path("vouched", index_digest))
         if image is None or image.record.index_digest != index_digest:
             return frozenset()
@@ -209,7 +216,7 @@ class NodeCatalogue:
     # ---- layers -------------------------------------------------------------------------------
 
     def find_layer(self, digest: str) -> NodeLayer | None:
-        """An unpublished layer; whether the node still has its stream is for the caller to see."""
+        """Return a layer that this node pulled, or None. The node may have lost its stream."""
         path = self._path("layers", digest)
         try:
             found = self._read(path, _LAYER_FORM)
@@ -217,11 +224,13 @@ class NodeCatalogue:
                 return None
             if found.digest != digest:
                 raise CorruptError(f"{path} is the record of another layer")
-            tree = self._read_tree(found.index_digest)
+            tree = read_kept_tree(self._cache_dir, found.index_digest)
+        except NotFoundError:
+            return None
         except BootseerError as error:
             _log.warning("the layer %s is pulled again: %s", digest, error)
             return None
-        if tree is None or len(tree.blobs) != 1 or tree.blobs[0].frames:
+        if len(tree.blobs) != 1 or tree.blobs[0].frames:
             return None
         implied = frozenset(found.implied)
         return NodeLayer(
@@ -230,7 +239,7 @@ class NodeCatalogue:
         )
 
     def keep_layer(self, digest: str, layer: LayerTree, content_digest: str) -> None:
-        """Remember an unpublished layer, whose stream the node cache has whole and verified.
+        """Record a pulled layer, whose stream the node cache has whole and verified.
 
         Raises: NoSpaceError, BootseerError.
         """
@@ -253,7 +262,7 @@ class NodeCatalogue:
         return self._directory / kind / f"{quote(name, safe='')}.json"
 
     def _read(self, path: Path, form: DocumentFormat[_Record]) -> _Record | None:
-        """None for what is not there, or of another release. Raises: CorruptError."""
+        """Return a record; None if it is missing or of another version. Raises: CorruptError."""
         try:
             with path.open("rb") as file:
                 data = file.read(form.size_max + 1)
@@ -281,19 +290,15 @@ class NodeCatalogue:
             _log.warning("the record of an image is not used: %s", error)
             return None
 
-    def _read_tree(self, index_digest: str) -> Tree | None:
-        try:
-            return decode(read_index(self._cache_dir, index_digest))
-        except NotFoundError:
-            return None
-
 
 def vouched_streams(
     settings: Settings, index_digest: str, blobs: Sequence[Blob] = (), *, is_local: bool = False
 ) -> frozenset[str]:
-    """Return the digests of the streams that the image with this index may be read from, where this
-    node pulled them: all of `blobs` if this node made the index of them (`is_local`), else those
-    that the image's source named."""
+    """Return the digests of the pulled streams from which the image with this index may be read.
+
+    If this node made the index itself (`is_local`), these are the streams of all `blobs`; else the
+    streams of the layers that the image's source named.
+    """
     if is_local:
         return frozenset(blob.stream_digest for blob in blobs)
     return NodeCatalogue(settings.cache_dir, settings.store_url).vouched_layers(index_digest)

@@ -1,7 +1,6 @@
-"""The records of images and layers in a store, as JSON (docs/format/image.md).
+"""Records of images and layers in a store, as JSON (docs/format/image.md).
 
-Alone owns their codec. Pure. A store may be shared with people one does not trust, so a record is
-taken apart with every value checked.
+A store may be shared with untrusted people, so every value of a record is checked. Pure.
 """
 
 import re
@@ -25,17 +24,16 @@ from bootseer.base.documents import (
 RECORD_BYTES_MAX = 64 * 2**20
 INDEX_BYTES_MAX = 2**30
 REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}")
-"""What can name an image."""
+"""Grammar of an image's name."""
 
 _Words = Annotated[tuple[Text, ...], Meta(max_length=10_000)]
-# Of one layer.
-_NOTE_MAX = 2**20
-ImpliedPaths = Annotated[tuple[PathBytes, ...], Meta(max_length=_NOTE_MAX)]
-LinkPaths = Annotated[tuple[tuple[PathBytes, PathBytes], ...], Meta(max_length=_NOTE_MAX)]
+_PATHS_OF_LAYER_MAX = 2**20
+ImpliedPaths = Annotated[tuple[PathBytes, ...], Meta(max_length=_PATHS_OF_LAYER_MAX)]
+LinkPaths = Annotated[tuple[tuple[PathBytes, PathBytes], ...], Meta(max_length=_PATHS_OF_LAYER_MAX)]
 
 
 class ImageConfig(Struct, frozen=True):
-    """How a container of the image is started, and the digests of its uncompressed layers."""
+    """Configuration of an image: its containers' process, and the digests of its layers."""
 
     env: _Words = ()
     entrypoint: _Words = ()
@@ -47,21 +45,21 @@ class ImageConfig(Struct, frozen=True):
 
 
 class LayerRecord(Struct, frozen=True):
-    """A layer in the store: its blob, and its tree with whiteouts still in it."""
+    """Layer in the store: its blob, and its tree, in which whiteouts are still plain names."""
 
     digest: Digest
-    """The digest of the uncompressed tar, the `diff_id`; of a directory: the blob's digest."""
+    """Digest of the uncompressed tar, the `diff_id`; for a directory the blob's digest."""
     blob_digest: BlobDigest
     blob_size_bytes: Count
     index_digest: Sha256
     implied: ImpliedPaths = ()
-    """Paths of directories that the layer's tar does not name."""
+    """Paths of directories without an entry in the layer's tar."""
     links: LinkPaths = ()
     """Hard links to names of lower layers: (path, target)."""
 
 
 class ImageLayer(Struct, frozen=True):
-    """A layer as an image's record lists it."""
+    """Layer as an image's record lists it."""
 
     digest: AnyDigest
     blob_digest: BlobDigest
@@ -69,22 +67,22 @@ class ImageLayer(Struct, frozen=True):
 
 
 class ImageRecord(Struct, frozen=True):
-    """An indexed image. `index_digest` names its merged tree, which pins all of its bytes."""
+    """Indexed image. `index_digest` names its merged tree and so determines all of its bytes."""
 
     reference: Annotated[str, Meta(pattern=rf"\A{REFERENCE.pattern}\Z")]
     identity: AnyDigest
-    """Digest of the image's configuration, Docker's image ID; of a directory: of its stream."""
+    """Digest of the image's configuration (Docker's image ID), or of a directory's stream."""
     index_digest: Sha256
     index_size_bytes: Annotated[int, Meta(ge=0, le=INDEX_BYTES_MAX)]
     config: ImageConfig
     layers: Annotated[tuple[ImageLayer, ...], Meta(max_length=10_000)]
     size_bytes: Count64
-    """The size of all files' contents."""
+    """Size of the contents of all files."""
     file_count: Count
-    """Names in the tree."""
+    """Number of names in the tree."""
     created_ns: Count64
     manifest_digest: DigestOrNone = ""
-    """The digest of the platform's manifest in a registry; empty where it came from elsewhere."""
+    """Digest of the platform's manifest in a registry; "" for an image of another source."""
 
 
 IMAGE_FORM: DocumentFormat[ImageRecord] = DocumentFormat(

@@ -1,7 +1,7 @@
-"""How people name the source of an image: its kinds, told apart by the text alone.
+"""Names of image sources: prefixes, and functions that tell sources from names in a store.
 
-Apart from `sources`, which opens them: most starts name an image of the store, and load none of
-that. Stateless; any thread.
+Separate from `sources`, which most starts do not load, because they name an image of the store.
+Stateless; any thread.
 """
 
 import re
@@ -13,16 +13,18 @@ OCI_LAYOUT = "oci:"
 ARCHIVES = ("docker-archive:", "oci-archive:")
 
 _IN_REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/.+")
-"""A first part that can only be a host, as Docker tells hosts from names."""
+"""The first part of the name can only be a host, by Docker's rule."""
 
 
 def registry_name(reference: str) -> str | None:
-    """Return the source `registry://...` of an image that is called as in a registry
-    (`HOST/NAME:TAG`); None for another name, which does not tell where the image is."""
+    """Return the source `registry://...` of an image named `HOST/NAME:TAG`.
+
+    Return None for a name without a host, from which no registry can be told.
+    """
     return f"{REGISTRY}{reference}" if _IN_REGISTRY.fullmatch(reference) else None
 
 
 def is_source(text: str) -> bool:
-    """Whether `text` says where an image is, rather than naming one in the store."""
+    """Return whether `text` names a source instead of an image in the store."""
     prefixes = (DOCKER, REGISTRY, OCI_LAYOUT, *ARCHIVES)
     return text.startswith(prefixes) or ("/" in text and Path(text).exists())

@@ -1,4 +1,4 @@
-"""Which file each byte of a tree's streams belongs to. Pure."""
+"""Map from bytes of a tree's streams to the files that they belong to. Pure."""
 
 from array import array
 from bisect import bisect_right
@@ -11,12 +11,12 @@ from bootseer.blob.tree import Tree
 PAGE_BYTES = 4096
 
 _STEP_COUNT_MAX = 2**22
-"""So many contents `pages` looks at in all, some forty for each extent of a bundle: a tree may
-claim that millions of files share their bytes. Behind that it finds nothing."""
+"""Extents that `pages` looks at in all, some forty for each extent of a bundle. A hostile tree may
+claim that millions of files share their bytes; beyond this count `pages` yields nothing."""
 
 
 class Pages(Struct, frozen=True):
-    """Whole pages of a file, or up to its end, and where in a stream their bytes are."""
+    """Whole pages of a file, or pages up to the file's end, and the place of their bytes."""
 
     inode: int
     file_offset: int
@@ -26,7 +26,7 @@ class Pages(Struct, frozen=True):
 
 
 class StreamContents:
-    """Looks into a tree from the side of its streams. One thread at a time."""
+    """Index of a tree's extents by their place in the streams. One thread at a time."""
 
     def __init__(self, tree: Tree) -> None:
         self._columns = tree.columns
@@ -34,7 +34,7 @@ class StreamContents:
         self._layouts: dict[int, tuple[list[int], array[int]]] = {}
 
     def layout(self, blob: int) -> "tuple[list[int], array[int]]":
-        """Contents in a stream, by offset: where each begins, and its extent's number."""
+        """Return the extents of a stream by offset: the offset of each, and its number."""
         found = self._layouts.get(blob)
         if found is None:
             offsets = self._columns.extent_blob_offset
@@ -44,11 +44,11 @@ class StreamContents:
         return found
 
     def inode_of(self, number: int) -> int:
-        """Whose the extent with this number is."""
+        """Return the inode that the extent with this number belongs to."""
         return bisect_right(self._columns.extent_start, number) - 1
 
     def inodes(self, blob: int, offset: int, length: int) -> Iterator[int]:
-        """Whose contents touch `[offset, offset + length)` of a stream; one may come twice."""
+        """Yield the inodes with bytes in `[offset, offset + length)` of a stream, maybe twice."""
         starts, numbers = self.layout(blob)
         i = max(bisect_right(starts, offset) - 1, 0)
         while i < len(starts) and starts[i] < offset + length:
@@ -56,7 +56,7 @@ class StreamContents:
             i += 1
 
     def pages(self, blob: int, offset: int, length: int) -> Iterator[Pages]:
-        """The whole pages of files that lie in `[offset, offset + length)` of a stream."""
+        """Yield the whole pages of files in `[offset, offset + length)` of a stream."""
         columns = self._columns
         starts, numbers = self.layout(blob)
         end = offset + length

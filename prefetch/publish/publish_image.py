@@ -1,10 +1,9 @@
-"""Publishes an image that a node pulled, from the node's cache or containerd's content store: what
-`bootseer image index` would have put into the store, byte for byte.
+"""Publication of an image that this node pulled, from the node's cache or containerd's store.
 
-Alone turns an unpublished image (`node_catalogue`) into a published one. Every step can be repeated
-by this node or another: layers that the store has by now are not packed, and the image's record,
-which comes last, says nothing that is not there. One process per node and image, one node per
-layer.
+The objects in the store are those that `bootseer image index` would publish, byte for byte. Every
+step can be repeated by this node or another: layers that the store has by now are not packed again,
+and the image's record comes last. One process per node publishes an image, one node per store packs
+a layer.
 """
 
 import contextlib
@@ -31,10 +30,10 @@ from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.index.source_names import registry_name
 from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
-from bootseer.prefetch.sources.containerd_content import open_content
+from bootseer.prefetch.sources.files import open_content
 from bootseer.prefetch.sources.layer_tar import pack_layer
 from bootseer.prefetch.sources.model import ImageSource, Layer, Sink
-from bootseer.prefetch.sources.read_ahead import ReadAhead
+from bootseer.prefetch.sources.stream import ReadAhead
 from bootseer.settings.config import Settings
 from bootseer.store import open_own_store
 
@@ -42,11 +41,11 @@ _log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 2**20
 _WAIT_S = 3600.0
-"""For another process of this node that publishes the image. A dead one lets go at once."""
+"""Wait for another process of this node that publishes the image. A dead one holds no lock."""
 
 
 def is_unpublished(settings: Settings, index_digest: str) -> bool:
-    """Whether the image whose index this is lies on this node alone, as far as it knows."""
+    """Return whether, as far as this node knows, it alone has the image with this index."""
     catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
     return (
         catalogue.find_unpublished(index_digest) is not None
@@ -55,10 +54,11 @@ def is_unpublished(settings: Settings, index_digest: str) -> bool:
 
 
 def publish_node_image(settings: Settings, index_digest: str) -> str:
-    """Have the image whose index this is in the store; the digest of its index there, which is
-    another if the image was unpublished. That index lies in the node's cache, too.
+    """Publish the image with this index, unless it is published already.
 
-    Raises: NotFoundError where the node has lost a layer; BootseerError.
+    Returns: The digest of the image's index in the store, which differs from that of an unpublished
+    image. The node's cache has that index as well.
+    Raises: NotFoundError if the node has lost a layer; BootseerError.
     """
     catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
     image = catalogue.find_unpublished(index_digest)
@@ -69,7 +69,7 @@ def publish_node_image(settings: Settings, index_digest: str) -> str:
         with open_own_store(settings) as store:
             record = catalogue.find_published(index_digest)
             if record is None:
-                with _registry_layers(settings, image.record) as in_registry:
+                with _uncopied_layers(settings, image.record) as in_registry:
                     cache = NodeCache(settings.cache_dir)
                     layers = [
                         _CachedLayer(
@@ -104,7 +104,7 @@ def publish_node_image(settings: Settings, index_digest: str) -> str:
 def publish_unpacked_image(settings: Settings, content: Path, chain_id: str) -> ImageRecord:
     """Index the image that containerd has unpacked to this chain, from its content store.
 
-    Raises: NotFoundError where containerd has not all that the store lacks; BootseerError.
+    Raises: NotFoundError if both the store and containerd lack a layer; BootseerError.
     """
     with (
         open_content(content, chain_id) as source,
@@ -117,9 +117,11 @@ def publish_unpacked_image(settings: Settings, content: Path, chain_id: str) -> 
 
 
 @contextlib.contextmanager
-def _registry_layers(settings: Settings, record: ImageRecord) -> Iterator[Mapping[str, Layer]]:
-    """The image's layers in its registry by their digests, where these are not to be copied; none
-    where the registry does not have this image now."""
+def _uncopied_layers(settings: Settings, record: ImageRecord) -> Iterator[Mapping[str, Layer]]:
+    """Open the image's layers in its registry, by digest, if the settings say not to copy them.
+
+    The mapping is empty if they are to be copied, or if the registry no longer has this image.
+    """
     name = registry_name(record.reference)
     if settings.copy_layers or name is None:
         yield {}
@@ -144,14 +146,15 @@ def _registry_layers(settings: Settings, record: ImageRecord) -> Iterator[Mappin
 
 
 class _CachedLayer(Struct, frozen=True):
-    """A layer in the node's cache, if it is there. Implements `Layer`."""
+    """Layer in the node's cache, or missing there. Implements `Layer`."""
 
     cache: NodeCache
     name: str
     known: NodeLayer | None
+    """The node's record of the layer, or None if it is lost."""
     digest: str | None
     in_registry: Layer | None = None
-    """The same layer, where its registry is to be read instead of a copy."""
+    """The same layer in its registry, if nodes shall read it there instead of from a copy."""
 
     @property
     def registry_digest(self) -> str | None:
@@ -160,34 +163,28 @@ class _CachedLayer(Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int | None:
-        """The size of the stream."""
+        """Return the size of the stream, or None if the layer is lost."""
         return None if self.known is None else self.known.blob.stream_length
 
     def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
-        """See `Layer.pack`. What was verified when it came is verified again: from the store every
-        node will have it."""
+        """See `Layer.pack`. Verify the stream again, since all nodes will get it from the store."""
         if self.in_registry is not None:
             return self.in_registry.pack(sink, on_progress)
         known, stream = self._open()
-        try:
-            ahead = ReadAhead(_verified(known, stream, on_progress), "layer-reader")
-            try:
-                if known.tree.is_changeset:
-                    # Of the two kinds of digest, the packer computes what it is not given.
-                    digest = known.blob.stream_digest
-                    layer = pack_layer(
-                        ahead, sink, diff_id=digest if digest.startswith("sha256:") else None
-                    )
-                else:
-                    layer = LayerTree(pack_tar(ahead, sink), is_changeset=False)
-                # The digest is compared at the very end, which is reached only by asking for more.
-                while ahead.read(_PIECE_BYTES):
-                    pass
-                return layer
-            finally:
-                ahead.close()
-        finally:
-            stream.close()
+        with (
+            contextlib.closing(stream),
+            ReadAhead(_verified(known, stream, on_progress), "layer-reader") as content,
+        ):
+            if known.tree.is_changeset:
+                # Given no SHA-256 of the stream, the packer computes one.
+                digest = known.blob.stream_digest
+                layer = pack_layer(
+                    content, sink, diff_id=digest if digest.startswith("sha256:") else None
+                )
+            else:
+                layer = LayerTree(pack_tar(content, sink), is_changeset=False)
+            content.finish()
+            return layer
 
     def pull(self, sink: Sink, on_progress: Callable[[int], None]) -> LayerTree:
         """See `Layer.pull`."""
@@ -207,7 +204,7 @@ class _CachedLayer(Struct, frozen=True):
 def _verified(
     known: NodeLayer, stream: CachedStream, on_progress: Callable[[int], None]
 ) -> Iterator[bytes]:
-    """The stream in pieces. Raises: CorruptError at its end."""
+    """Yield the stream in pieces. Raises: CorruptError at its end if its content is wrong."""
     content = ContentHasher()
     length = known.blob.stream_length
     for offset in range(0, length, _PIECE_BYTES):

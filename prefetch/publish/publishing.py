@@ -1,11 +1,9 @@
-"""After a start: the image that it pulled, and its trace, hot set and bundle, published in the
-background.
+"""Background publishers: processes that publish an image or a start's record after a start.
 
-Each runs as a process of its own (`served.processes`), at the lowest priority, so that it neither
-disturbs the job whose start it follows nor ends with it. It has a folder under
-`run_dir/publishing`, whose lock it holds until all is published. Whatever happens
-here costs later launches their bundle, or a pull, and nothing else; nothing is visible that is not
-whole. What publishing needs is loaded by its own process only.
+A publisher (`served.processes`) has the lowest priority, so that it does not disturb the job, and
+it outlives the job. It holds the lock of a folder under `run_dir/publishing` until everything is
+published. If it fails, later launches lack a bundle or pull the image again; objects in the store
+are never visible in part. Modules for publishing are loaded only by the publisher itself.
 """
 
 import contextlib
@@ -46,46 +44,46 @@ _ENTRY = struct.Struct("<QQQQ")
 _NICENESS = 15
 _BEGUN = "begun"
 _BEGINS_S = 60.0
-"""So long a publisher that was begun may take until it holds its folder's lock."""
+"""Time that a new publisher may take until it holds its folder's lock."""
 _START_S = 180.0
-"""More than a start is recorded for."""
+"""The longest wait for the end of a start; starts are recorded for less."""
 _START_POLL_S = 0.5
 
 
 class RecordInfo(Struct, frozen=True):
-    """What a publisher must know besides the accesses."""
+    """Description of a start's record, besides its accesses."""
 
     index_digest: str
     reference: str
-    """What the image was started as."""
+    """Name that the image was started by."""
     workload: str
     node: str
     started_ns: int
     ended: str
     readahead_bytes: int
     renew: bool
-    """The bundle was found damaged."""
+    """Whether the workload's bundle was found damaged."""
 
 
-class _Job(Struct, frozen=True):
-    """What is to be published: a record, an image of this node, or one that containerd has."""
+class _PublishJob(Struct, frozen=True):
+    """Task of one publisher: a start's record, an image of this node, or an image of containerd."""
 
     settings: Settings
     info: RecordInfo | None = None
     image: str = ""
-    """The digest of its index."""
+    """Index digest of the image of this node."""
     content: Path | None = None
-    """Containerd's store, which has the layers of `chain`."""
+    """Containerd's content store, which has the layers of `chain`."""
     chain: str = ""
 
 
-class _Plan(Struct, frozen=True):
-    job: _Job
+class _PublisherPlan(Struct, frozen=True):
+    job: _PublishJob
     directory: Path
 
 
 def publishing_dir(settings: Settings) -> Path:
-    """Where records wait for being published."""
+    """Return the folder of all publishers of this node."""
     return settings.run_dir / "publishing"
 
 
@@ -95,30 +93,33 @@ def start_publisher(
     info: RecordInfo,
     entries: Sequence[tuple[int, int, int, int]],
 ) -> Process:
-    """Hand a record to a new publisher process and return at once: it answers when all is
-    published. Raises: BootseerError, OSError."""
-    return _start(
-        identity, _Job(settings, info), b"".join(_ENTRY.pack(*entry) for entry in entries)
-    )
+    """Start a publisher of a record and return; the process answers when all is published.
+
+    Raises: BootseerError, OSError.
+    """
+    job = _PublishJob(settings, info)
+    return _start(identity, job, b"".join(_ENTRY.pack(*entry) for entry in entries))
 
 
 def start_image_publisher(settings: Settings, index_digest: str) -> None:
-    """Have an image that this node pulled published by a process that is no child of ours: the
-    program that calls this may become another program. Raises: OSError."""
+    """Start a publisher of an image that this node pulled, unless one is at work.
+
+    The publisher is not a child of this process, which may become another program. Raises: OSError.
+    """
     identity = f"image-{index_digest.partition(':')[2][:16]}"
     if not _is_busy(settings, identity):
-        _start(identity, _Job(settings, image=index_digest)).leave()
+        _start(identity, _PublishJob(settings, image=index_digest)).leave()
 
 
 def start_chain_publisher(settings: Settings, content: Path, chain_id: str) -> bool:
-    """Have the image that containerd has in its store `content`, and whose layers make this chain,
-    indexed by a process that is no child of ours. False while another such image is. Raises:
-    OSError.
+    """Start an indexer of the image in containerd's content store whose layers make this chain.
+
+    Return False while another image of containerd is being indexed. Raises: OSError.
     """
     if _is_busy(settings, "chain"):
         return False
     identity = f"chain-{chain_id.partition(':')[2][:16]}"
-    _start(identity, _Job(settings, content=content, chain=chain_id)).leave()
+    _start(identity, _PublishJob(settings, content=content, chain=chain_id)).leave()
     return True
 
 
@@ -128,33 +129,33 @@ def _is_busy(settings: Settings, prefix: str) -> bool:
     return False
 
 
-def _start(identity: str, job: _Job, accesses: bytes = b"") -> Process:
+def _start(identity: str, job: _PublishJob, accesses: bytes = b"") -> Process:
     settings = job.settings
     directory = private_directory(publishing_dir(settings) / f"{identity}-{os.urandom(4).hex()}")
     if accesses:
         write_private_file(directory / "accesses", accesses)
-    # Of one that begins.
+    # Until the publisher holds the lock, this file shows that it is about to.
     write_private_file(directory / _BEGUN, b"")
     process = start(PUBLISHER, settings.run_dir, identity=identity, copy=True)
-    process.tell(_Plan(job, directory))
+    process.tell(_PublisherPlan(job, directory))
     return process
 
 
 def _is_at_work(directory: Path) -> bool:
-    """Return whether a publisher works on what is in this folder, or is about to."""
+    """Return whether the publisher of this folder is running or about to run."""
     if is_alive(directory):
         return True
     with contextlib.suppress(OSError):
         is_new = time.time() - directory.stat().st_mtime < _BEGINS_S
-        # The first that goes when it ends.
+        # A publisher that ends removes this file first.
         return is_new and (directory / _BEGUN).exists()
     return False
 
 
 def wait_published(settings: Settings, timeout_s: float) -> bool:
-    """Wait until nothing of this node is being published; False when that takes too long.
+    """Wait until no publisher of this node is at work; return False after `timeout_s`.
 
-    What dead publishers left is removed.
+    Folders of dead publishers are removed.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -164,7 +165,7 @@ def wait_published(settings: Settings, timeout_s: float) -> bool:
                 if _is_at_work(directory):
                     busy = True
                     continue
-                # One that has just ended takes its folder away meanwhile.
+                # A publisher that has just ended may remove its folder at the same time.
                 with contextlib.suppress(FileNotFoundError):
                     if time.time() - directory.stat().st_mtime > _BEGINS_S:
                         shutil.rmtree(directory, ignore_errors=True)
@@ -178,29 +179,25 @@ def wait_published(settings: Settings, timeout_s: float) -> bool:
 def publish_record(
     settings: Settings, info: RecordInfo, entries: Sequence[tuple[int, int, int, int]]
 ) -> "HotPointer | None":
-    """Publish the trace, and what `hot_build.add_trace` makes of it. A trace of an image that is
-    not published waits until it is.
+    """Publish a start's trace and a new bundle, as `bundle_build.add_trace` does.
 
-    Raises: BootseerError.
+    An image that is not in the store is published first. Raises: BootseerError.
     """
-    from bootseer.prefetch.publish.hot_build import add_trace
+    from bootseer.prefetch.publish.bundle_build import add_trace
     from bootseer.prefetch.publish.publish_image import is_unpublished, publish_node_image
-    from bootseer.prefetch.record.trace import Trace, accesses_of, renumbered
+    from bootseer.prefetch.record.trace import Trace, accesses_of
 
     if not settings.auto_index and is_unpublished(settings, info.index_digest):
         _log.info("the record is left out: %s is not to be published", info.reference)
         return None
     index_digest = publish_node_image(settings, info.index_digest)
-    # Of the published image, whose files have digests. Its inodes may have other numbers, where
-    # another release has packed a layer.
+    # Files have digests in the published tree only. Its inodes may have other numbers than those of
+    # the served tree, if another release has packed a layer.
     tree = read_kept_tree(settings.cache_dir, index_digest, run_dir=settings.run_dir)
+    served = None
     if index_digest != info.index_digest:
-        entries = renumbered(
-            read_kept_tree(settings.cache_dir, info.index_digest, run_dir=settings.run_dir),
-            tree,
-            entries,
-        )
-    files, accesses = accesses_of(tree, entries)
+        served = read_kept_tree(settings.cache_dir, info.index_digest, run_dir=settings.run_dir)
+    files, accesses = accesses_of(tree, entries, served=served)
     trace = Trace(
         index_digest,
         info.workload,
@@ -216,28 +213,30 @@ def publish_record(
 
 
 def _await_start(settings: Settings, index_digest: str) -> None:
-    """Return when no start of the image is recorded any more. Until then the start has the CPUs and
-    the line to itself: to pack its layers took a third of the CPU time of a whole first start."""
+    """Wait until no start of the image is recorded any more, so that starts have all CPUs.
+
+    Packing the layers took a third of the CPU time of a whole first start.
+    """
     deadline_s = time.monotonic() + _START_S
     while time.monotonic() < deadline_s and _is_starting(settings, index_digest):
         time.sleep(_START_POLL_S)
 
 
 def _is_starting(settings: Settings, index_digest: str) -> bool:
-    # Imported late: starts load this module, but do not come here.
+    # Imported late: starts load this module, but do not need this.
     from bootseer.served.control import ask
 
     for state_dir, state in live_mounts(settings.run_dir):
         if state.index_digest == index_digest:
-            # One that does not answer has ended, or does nothing.
+            # A server that does not answer has ended or is idle.
             with contextlib.suppress(BootseerError, OSError):
                 if ask(state_dir, "status").get("record") == "recording":
                     return True
     return False
 
 
-def _state_of(directory: Path, job: _Job) -> MountState:
-    """For `bootseer status`."""
+def _state_of(directory: Path, job: _PublishJob) -> MountState:
+    """Return the state that `bootseer status` shows."""
     return MountState(
         id=directory.name.rpartition("-")[0],
         reference=job.info.reference if job.info else job.image or job.chain,
@@ -253,7 +252,7 @@ def _state_of(directory: Path, job: _Job) -> MountState:
 def _publish(line: bytes, report: Report) -> None:
     """Do the job and remove its folder. Raises: BootseerError, OSError."""
     os.nice(_NICENESS)
-    job, directory = (plan := from_line(line, _Plan)).job, plan.directory
+    job, directory = (plan := from_line(line, _PublisherPlan)).job, plan.directory
     lock = lock_new(directory)
     try:
         write_state(directory, _state_of(directory, job))
@@ -280,7 +279,7 @@ def _publish(line: bytes, report: Report) -> None:
 
 
 def main() -> int:
-    """The exit code: 0 where all is published."""
+    """Run a publisher. Return the exit code: 0 if all was published."""
     return serve(PUBLISHER, _publish)
 
 

@@ -1,7 +1,7 @@
-"""The form that traces and hot sets have in common: a header, files, and rows of numbers.
+"""Codec of traces and hot sets: a header, files, and rows of numbers.
 
-Alone owns how such a document is written and read: lines of JSON in one zstd frame, within limits
-that hold before an object is made of a line. Pure (no I/O).
+The document is lines of JSON in one zstd frame. Limits are checked before a line becomes an object.
+Pure (no I/O).
 """
 
 import json
@@ -21,23 +21,23 @@ _DECODED_BYTES_MAX = 256 * 2**20
 """A million rows take about 30 MB."""
 HEADER_BYTES_MAX = 2**23
 _FILE_BYTES_MAX = 2**62
-"""More than any file system holds, and in whole pages still a signed number of 64 bits."""
+"""More than any file system holds; rounded up to pages it is still a signed number of 64 bits."""
 
 Row = tuple[int, int, int, int]
-"""The number of a file, an offset and a length in it, and one more number."""
+"""Number of a file, offset and length in it, and one more number."""
 
-# A row of another shape is refused where it is, before an object is made of it.
+# A row of another shape is refused before an object is made of it.
 _ROWS = msgspec.json.Decoder(tuple[int, int, int, int])
 
 
 class TracedFile(Struct, frozen=True):
-    """A file by path and content, so that what is said of it outlives the image it was in."""
+    """File named by path and content digest, and so independent of an image."""
 
     path: bytes
     digest: bytes
 
 
-# A file's line: nothing else becomes an object, whatever is in a path.
+# A file's line; a line of any other form is refused before it becomes an object.
 _FILE = re.compile(rb'\["(?:[^"\\]|\\.)*", ?"(?:[0-9a-f]{64})?"\]')
 
 
@@ -48,8 +48,8 @@ _FILES_FORM: DocumentFormat[list[tuple[PathBytes, str]]] = DocumentFormat(
 )
 
 
-class Header(Protocol):
-    """What the first line says, as far as the others depend on it."""
+class RowsHeader(Protocol):
+    """The first line of a document: the number of lines of each kind that follow."""
 
     @property
     def file_count(self) -> int: ...
@@ -58,15 +58,15 @@ class Header(Protocol):
     def row_count(self) -> int: ...
 
 
-H = TypeVar("H", bound=Header)
+H = TypeVar("H", bound=RowsHeader)
 
 
 def encode_rows(
     form: DocumentFormat[H], header: H, files: Sequence[TracedFile], rows: Sequence[Row]
 ) -> bytes:
-    """The document. Deterministic."""
+    """Encode a document. Deterministic."""
     lines = [form.encode(header).decode("ascii")]
-    # JSON has no bytes: a path that is not UTF-8 travels as lone surrogates, escaped.
+    # JSON has no bytes: a path that is not UTF-8 is written with lone surrogates, escaped.
     lines += [
         json.dumps([file.path.decode("utf-8", "surrogateescape"), file.digest.hex()])
         for file in files
@@ -79,11 +79,11 @@ def encode_rows(
 def decode_rows(
     form: DocumentFormat[H], data: bytes
 ) -> tuple[H, tuple[TracedFile, ...], list[Row]]:
-    """Header, files and rows. Raises: CorruptError; UnknownFormatError for another version."""
+    """Decode a document. Raises: CorruptError; UnknownFormatError for another version."""
     head, _, rest = expand(data, form.what, _DECODED_BYTES_MAX).partition(b"\n")
     header = form.decode(head, "this document")
     *lines, rest = rest.split(b"\n", header.file_count)
-    # Counted before an object is made for each: a line may hold several.
+    # Counted before any object is made; several arrays on one line would be counted as one.
     counts = {rest.count(b"\n"), rest.count(b"[")}
     if len(lines) != header.file_count or counts != {header.row_count}:
         raise CorruptError(f"{form.what} has another number of lines than it says")

@@ -1,8 +1,8 @@
-"""Hints that others made about what a start reads, as a trace; and the hot set as such hints.
+"""Hints: lists of files that a start reads, made by other tools; import as a trace, and export.
 
-Pure (no I/O). Alone owns the formats that are read and written (docs/format/hotset.md, "Hints"): a
-plain list of files or ranges, and the records of eStargz's optimizer. A list comes from anywhere,
-so it is bounded in every respect; a path is looked up in the image only, symbolic links included.
+Formats (docs/format/hotset.md, "Hints"): a plain list of files or ranges, and the records of
+eStargz's optimizer. Lists are untrusted: every count and length is bounded, and paths are looked up
+in the image's tree only, symbolic links included. Pure (no I/O).
 """
 
 import stat
@@ -15,40 +15,39 @@ from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Tree
 from bootseer.errors import InvalidInputError
 from bootseer.prefetch.record.file_rows import TracedFile
-from bootseer.prefetch.record.hotset import HotSet
-from bootseer.prefetch.record.touches import PAGE_BYTES, TOUCH_COUNT_MAX
+from bootseer.prefetch.record.hotset import PAGE_BYTES, TOUCH_COUNT_MAX, HotSet
 from bootseer.prefetch.record.trace import ACCESS_COUNT_MAX, Access, Trace
 
 HINTS_BYTES_MAX = 64 * 2**20
 """The most bytes of a list: more than a million long paths."""
 
 ENDED = "hints"
-"""What such a trace has in place of what ended its record."""
+"""Value of `Trace.ended` in a trace made of hints."""
 
 _OFFSET_MAX = 2**61
 _PATH_BYTES_MAX = 4096
 _SYMLINKS_MAX = 40
-"""The most symbolic links on the way of one path, as Linux has it."""
+"""Symbolic links that one path may follow, as on Linux."""
 _STEPS_MAX = 4096
-"""Parts of a path, those of links on its way included."""
+"""Components that one path may have, including the components of links that it follows."""
 
 
 class Hint(Struct, frozen=True):
-    """A file that a start reads, or a range of it."""
+    """File that a start reads, or a range of the file."""
 
     path: bytes
     offset: int = 0
     length: int | None = None
-    """None: to the file's end."""
+    """None: up to the end of the file."""
 
 
-class Hinted(Struct, frozen=True):
-    """What of a list an image has."""
+class HintedTrace(Struct, frozen=True):
+    """Trace made of hints, with counts."""
 
     trace: Trace
     content_bytes: int
     unknown_count: int
-    """Hints whose path is no file of the image."""
+    """Hints whose path is not a file of the image."""
 
 
 class _Entry(Struct, frozen=True):
@@ -61,11 +60,11 @@ _ENTRY: DocumentFormat[_Entry] = DocumentFormat(
 
 
 def parse(data: bytes) -> list[Hint]:
-    """The hints of a list, in order: of a plain one, or of eStargz records (JSON lines).
+    """Parse a plain list or eStargz records (JSON lines) into hints, in order.
 
-    A line of a plain list is a path, or a path, an offset and a length, with tabs (or spaces)
-    between; empty lines and lines that begin with "#" are skipped.
-    Raises: InvalidInputError, naming the line.
+    A line of a plain list is a path, or a path, an offset and a length, separated by tabs or
+    spaces. Empty lines and lines that begin with "#" are skipped.
+    Raises: InvalidInputError, with the number of the line.
     """
     if len(data) > HINTS_BYTES_MAX:
         raise InvalidInputError(
@@ -75,7 +74,7 @@ def parse(data: bytes) -> list[Hint]:
         raise InvalidInputError(f"the list has more than {ACCESS_COUNT_MAX} lines; name less")
     lines = data.split(b"\n")
     is_json = next((line for line in lines if line.strip()), b"").lstrip().startswith(b'{"')
-    read = _record if is_json else _plain
+    parse_line = _parse_estargz if is_json else _parse_plain
     hints: list[Hint] = []
     for number, line in enumerate(lines, 1):
         line = line.removesuffix(b"\r")
@@ -84,13 +83,13 @@ def parse(data: bytes) -> list[Hint]:
         if len(hints) == ACCESS_COUNT_MAX:
             raise InvalidInputError(f"the list has more than {ACCESS_COUNT_MAX} lines; name less")
         try:
-            hints.append(read(line))
+            hints.append(parse_line(line))
         except ValueError as error:
             raise InvalidInputError(f"line {number} of the list is no hint: {error}") from error
     return hints
 
 
-def _plain(line: bytes) -> Hint:
+def _parse_plain(line: bytes) -> Hint:
     if b"\t" in line:
         fields = line.split(b"\t")
         if len(fields) != 3:
@@ -108,9 +107,8 @@ def _number(text: bytes) -> int:
     return int(text)
 
 
-def _record(line: bytes) -> Hint:
-    """An entry as stargz-snapshotter's recorder writes it; `manifestDigest` and `layerIndex` say in
-    which layer the file was found, which the merged tree says as well."""
+def _parse_estargz(line: bytes) -> Hint:
+    # `manifestDigest` and `layerIndex` name the file's layer; the merged tree has that already.
     path = _ENTRY.decode(line, "the entry").path
     if not path:
         raise ValueError("it has no path")
@@ -125,10 +123,10 @@ def trace_of(
     workload: str,
     node: str,
     started_ns: int,
-) -> Hinted:
-    """The hints as a trace of a start that read just that, in that order.
+) -> HintedTrace:
+    """Return the trace of a start that reads exactly the hinted ranges in order.
 
-    Raises: InvalidInputError where it is more than any start should read; CorruptError.
+    Raises: InvalidInputError if they are more than a start should read; CorruptError.
     """
     numbers: dict[int, int] = {}
     files: list[TracedFile] = []
@@ -156,11 +154,11 @@ def trace_of(
             )
     ordered = tuple(Access(*key, position) for position, key in enumerate(accesses))
     trace = Trace(index_digest, workload, node, started_ns, ENDED, 0, tuple(files), ordered)
-    return Hinted(trace, content_bytes, unknown_count)
+    return HintedTrace(trace, content_bytes, unknown_count)
 
 
 def find_file(tree: Tree, path: bytes) -> int | None:
-    """The regular file at `path`, where the image's root is `/`; follows symbolic links."""
+    """Return the inode of the regular file at `path`, or None; follow symbolic links."""
     if len(path) > _PATH_BYTES_MAX:
         return None
     rest = path.split(b"/")[::-1]
@@ -193,8 +191,7 @@ def find_file(tree: Tree, path: bytes) -> int | None:
 
 
 def plain_lines(hot: HotSet) -> Iterator[bytes]:
-    """The hot set as a plain list, which `parse` reads. Paths that no line can hold are left out:
-    those with a tab or a line feed in them."""
+    """Yield the hot set as lines that `parse` reads; leave out paths with tabs or line feeds."""
     for hot_range in hot.ranges:
         if not any(byte in hot_range.path for byte in (b"\t", b"\n")):
             yield b"/%s\t%d\t%d\n" % (hot_range.path, hot_range.offset, hot_range.length)

@@ -1,13 +1,18 @@
-"""The hot set: what later launches should have early, in the order in which they will want it.
+"""The hot set: ranges that later launches should have early, merged from traces.
 
-Alone owns how traces are merged and what is stored of the result (docs/format/hotset.md). Pure.
+`first_touches` turns a trace into runs of pages, `scattered_files` finds files that each start
+reads at other places, `merge_traces` makes the hot set, and `stream_ranges` finds its bytes in the
+blobs of an image. docs/format/hotset.md has the stored form. Pure; any thread.
 """
 
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated
+from heapq import heappop, heappush
+from itertools import combinations
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from bootseer.base.documents import Count, DocumentFormat
 from bootseer.blob.parts import FileParts
@@ -18,61 +23,180 @@ from bootseer.prefetch.record.file_rows import (
     decode_rows,
     encode_rows,
 )
-from bootseer.prefetch.record.scattered import SCATTERED_COUNT_MAX, scattered_files
-from bootseer.prefetch.record.touches import PAGE_BYTES, first_touches
 from bootseer.prefetch.record.trace import Trace
 
+PAGE_BYTES = 4096
+"""The kernel caches, and so a start touches, whole pages."""
+
+TOUCH_COUNT_MAX = 2**20
+"""Pages of one trace that count: 4 GiB. A start reads less; later reads are training. The limit
+also bounds the cost of a trace with absurd lengths."""
+
 SHARED_TRACE_COUNT = 3
-"""From this many traces on, what only one of them touched is taken for an accident."""
+"""From this number of traces on, a page that only one of them touched is left out."""
+
+SCATTERED_COUNT_MAX = 32
+"""Scattered files that a pointer names at most; workloads have one or two."""
+
+_SCATTERED_TRACES_MIN = 3
+"""With fewer traces, a start that ended early and one that went on look the same."""
+_SCATTERED_PAGES_MIN = 256
+"""Below a megabyte the reads cost too little to be left out."""
+_SCATTERED_RATIO_MAX = 2.0
+"""Starts that read the same file at random read about the same number of pages."""
+_SCATTERED_SHARED_MAX = 0.5
+"""If two starts share this part of the smaller one's pages, they read a file that is hot."""
+
+_Runs = list[tuple[int, int]]
+"""Runs of pages of one file: (first page, end)."""
 
 
-class _Header(Struct, frozen=True):
-    index_digest: str = field(name="index")
-    workload: str
-    trace_count: Count
-    file_count: Annotated[int, Meta(ge=0, le=2**22)]
-    row_count: Annotated[int, Meta(ge=0, le=2**22)] = field(name="range_count")
+# ---- touched pages ---------------------------------------------------------------------------
 
 
-_FORM: DocumentFormat[_Header] = DocumentFormat(
-    type=_Header,
-    what="a hot set",
-    kind="bootseer-hotset",
-    kind_member="format",
-    versions=(2,),
-    size_max=HEADER_BYTES_MAX,
-)
+class Touched(NamedTuple):
+    """Run of pages of one file that a start touched one after the other."""
+
+    file: int
+    """Number of the file in the trace."""
+    first: int
+    """The first page."""
+    page_count: int
+    position: int
+    """Number of touches before the first page's."""
+
+
+def first_touches(trace: Trace) -> list[Touched]:
+    """Return each page of the trace once, as runs in order of the first touch.
+
+    At most `TOUCH_COUNT_MAX` pages. The time depends on the number of accesses, not of pages.
+    """
+    by_file: dict[int, list[tuple[int, int, int]]] = {}
+    for number, access in enumerate(trace.accesses):
+        end = -(-(access.offset + access.length) // PAGE_BYTES)
+        by_file.setdefault(access.file, []).append((access.offset // PAGE_BYTES, end, number))
+    runs = [
+        (number, file, first, end)
+        for file, spans in by_file.items()
+        for first, end, number in _earliest(spans)
+    ]
+    runs.sort()
+    found: list[Touched] = []
+    position = 0
+    for _, file, first, end in runs:
+        count = min(end - first, TOUCH_COUNT_MAX - position)
+        if count <= 0:
+            break
+        found.append(Touched(file, first, count, position))
+        position += count
+    return found
+
+
+def _earliest(spans: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Split overlapping spans (first, end, number) into disjoint ones; the lowest number wins."""
+    spans.sort()
+    # The spans that begin at or before `position`, the lowest number on top; some have ended.
+    active: list[tuple[int, int]] = []
+    position = following = 0
+    while active or following < len(spans):
+        if not active:
+            position = max(position, spans[following][0])
+        while following < len(spans) and spans[following][0] <= position:
+            _, end, number = spans[following]
+            heappush(active, (number, end))
+            following += 1
+        number, end = active[0]
+        if end <= position:
+            heappop(active)
+            continue
+        stop = end
+        if following < len(spans) and spans[following][0] < end:
+            stop = spans[following][0]
+        yield position, stop, number
+        position = stop
+
+
+# ---- scattered files -------------------------------------------------------------------------
+
+
+def scattered_files(traces: Sequence[Trace]) -> frozenset[TracedFile]:
+    """Return the files that each start reads at other places, such as samples of a data file.
+
+    A bundle cannot hold the pages of the next start, so the pages of earlier starts must not be
+    sent ahead. Preloaded accesses do not count: they only show the contents of an earlier bundle.
+    """
+    read_runs: dict[TracedFile, list[_Runs]] = {}
+    for trace in traces:
+        wanted = tuple(access for access in trace.accesses if not access.is_preloaded)
+        by_file: dict[int, _Runs] = {}
+        for touched in first_touches(replace(trace, accesses=wanted)):
+            run = touched.first, touched.first + touched.page_count
+            by_file.setdefault(touched.file, []).append(run)
+        for number, runs in by_file.items():
+            if _page_count(runs) >= _SCATTERED_PAGES_MIN:
+                read_runs.setdefault(trace.files[number], []).append(sorted(runs))
+    return frozenset(file for file, starts in read_runs.items() if _is_scattered(starts))
+
+
+def _is_scattered(starts: list[_Runs]) -> bool:
+    if len(starts) < _SCATTERED_TRACES_MIN:
+        return False
+    largest = sorted(starts, key=_page_count)[-_SCATTERED_TRACES_MIN:]
+    return all(
+        _page_count(more) <= _SCATTERED_RATIO_MAX * _page_count(less)
+        and _shared_page_count(less, more) < _SCATTERED_SHARED_MAX * _page_count(less)
+        for less, more in combinations(largest, 2)
+    )
+
+
+def _page_count(runs: _Runs) -> int:
+    return sum(end - first for first, end in runs)
+
+
+def _shared_page_count(some: _Runs, others: _Runs) -> int:
+    """Return the number of pages that are in both lists of sorted, disjoint runs."""
+    count = i = j = 0
+    while i < len(some) and j < len(others):
+        count += max(0, min(some[i][1], others[j][1]) - max(some[i][0], others[j][0]))
+        if some[i][1] < others[j][1]:
+            i += 1
+        else:
+            j += 1
+    return count
+
+
+# ---- the hot set -----------------------------------------------------------------------------
 
 
 class HotRange(Struct, frozen=True):
-    """Bytes of one file, by path and content. In whole pages; may reach beyond the file's end."""
+    """Bytes of one file, named by path and content; whole pages, maybe beyond the file's end."""
 
     path: bytes
     digest: bytes
     offset: int
     length: int
     trace_count: int
-    """How many traces touched it (the most of any of its pages)."""
+    """Number of traces that touched the range: the largest number of any of its pages."""
 
 
 class HotSet(Struct, frozen=True):
-    """Ranges in the order of their (median) first access; no page twice."""
+    """Ranges in the order of their median first access, without overlaps."""
 
     index_digest: str
     workload: str
     trace_count: int
     ranges: tuple[HotRange, ...]
     scattered: tuple[bytes, ...] = ()
-    """Paths of files that were left out, since each start reads other bytes of them. Stored in the
-    workload's pointer, not with the ranges."""
+    """Paths of the scattered files, which are left out. Stored in the workload's pointer instead of
+    the hot set's object."""
 
 
-def merge(index_digest: str, workload: str, traces: Sequence[Trace]) -> HotSet:
-    """The hot set of traces of one workload. Pure; the order of `traces` does not matter.
+def merge_traces(index_digest: str, workload: str, traces: Sequence[Trace]) -> HotSet:
+    """Return the hot set of the traces of one workload: the union of their pages.
 
-    The union of what they touched, by page. What comes first is what was touched first at the
-    median of those that touched it: positions are compared, not times, since a record over a
-    slow network and a replay differ in seconds but not in order.
+    Pages are ordered by the median of their positions in the traces that have them. Positions
+    are compared and not times: a record over a slow network and a replay differ in seconds, but not
+    in order. The order of `traces` does not matter.
     """
     scattered = scattered_files(traces)
     by_file: dict[TracedFile, list[tuple[int, int, int]]] = {}
@@ -81,12 +205,12 @@ def merge(index_digest: str, workload: str, traces: Sequence[Trace]) -> HotSet:
             run = first, first + count, position - first
             if trace.files[file] not in scattered:
                 by_file.setdefault(trace.files[file], []).append(run)
-    least = 2 if len(traces) >= SHARED_TRACE_COUNT else 1
+    trace_count_min = 2 if len(traces) >= SHARED_TRACE_COUNT else 1
     ranked = [
         (median, file.path, file.digest, first, end, count)
         for file, runs in by_file.items()
         for median, first, end, count in _medians(runs)
-        if count >= least
+        if count >= trace_count_min
     ]
     ranked.sort()
     paths = sorted({file.path for file in scattered})[:SCATTERED_COUNT_MAX]
@@ -94,17 +218,21 @@ def merge(index_digest: str, workload: str, traces: Sequence[Trace]) -> HotSet:
 
 
 def _medians(runs: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
-    """The medians of runs (first page, end, position of the first less its page) of one file, those
-    of a trace disjoint: parts of equally many, as (median position of the first page, first, end,
-    count).
+    """Split the runs of one file, from all traces, into parts with their median positions.
 
-    Within a part all positions grow by one from page to page, so the order of the traces, and with
-    it the median, is the same for each page of it.
+    Within a part, positions grow by one from page to page in every trace that covers the part. So
+    the order of the traces, and with it the median, is the same for each of its pages.
+
+    Args:
+        runs: (first page, end, position of the first page minus its number); the runs of one
+            trace do not overlap.
+
+    Yields: (median position of the first page, first page, end, number of traces).
     """
     begins = sorted((first, shift) for first, _, shift in runs)
     ends = sorted((end, shift) for _, end, shift in runs)
     active: list[int] = []
-    """The shifts of the runs that cover `position`, sorted: at most one of each trace."""
+    """Sorted shifts of the runs that cover `position`: at most one for each trace."""
     position = begun = ended = 0
     while ended < len(ends):
         while begun < len(begins) and begins[begun][0] == position:
@@ -126,8 +254,10 @@ def _medians(runs: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, 
 
 
 def _joined(ranked: Iterable[tuple[int, bytes, bytes, int, int, int]]) -> Iterator[HotRange]:
-    """Ranges of parts that follow each other, in rank and in their file; each of `ranked`: median,
-    path and digest of the file, first page, end, count."""
+    """Join parts that follow each other both in rank and in their file.
+
+    `ranked`: (median, path, digest, first page, end, number of traces).
+    """
     last: tuple[bytes, bytes, int, int, int] | None = None
     for _, path, digest, first, end, count in ranked:
         if last and last[:2] == (path, digest) and last[3] == first:
@@ -144,11 +274,11 @@ def _range_of(path: bytes, digest: bytes, first: int, end: int, count: int) -> H
     return HotRange(path, digest, first * PAGE_BYTES, (end - first) * PAGE_BYTES, count)
 
 
-def stream_ranges(hot: HotSet, tree: Tree) -> Iterable[tuple[int, int, int]]:
-    """Where the hot bytes lie: (blob number, offset in its stream, length), in order. Pure.
+def stream_ranges(hot: HotSet, tree: Tree) -> Iterator[tuple[int, int, int]]:
+    """Yield the hot bytes as (blob number, offset in the blob's stream, length), in order.
 
-    Files that the tree does not have, or has with other content, are left out: so a hot set
-    serves a rebuilt image as far as it can.
+    Files that the tree lacks, or has with other content, are left out: a hot set serves a rebuilt
+    image as far as the files are the same.
     """
     known: dict[bytes, int | None] = {}
     parts = FileParts(lambda inode: tree.inode(inode).extents)
@@ -166,20 +296,40 @@ def stream_ranges(hot: HotSet, tree: Tree) -> Iterable[tuple[int, int, int]]:
             yield part.blob, part.blob_offset, part.length
 
 
+# ---- the stored form -------------------------------------------------------------------------
+
+
+class _HotSetHeader(Struct, frozen=True):
+    index_digest: str = field(name="index")
+    workload: str
+    trace_count: Count
+    file_count: Annotated[int, Meta(ge=0, le=2**22)]
+    row_count: Annotated[int, Meta(ge=0, le=2**22)] = field(name="range_count")
+
+
+_FORM: DocumentFormat[_HotSetHeader] = DocumentFormat(
+    type=_HotSetHeader,
+    what="a hot set",
+    kind="bootseer-hotset",
+    kind_member="format",
+    versions=(2,),
+    size_max=HEADER_BYTES_MAX,
+)
+
+
 def encode(hot: HotSet) -> bytes:
-    """The hot set as zstd-compressed JSON lines. Deterministic."""
+    """Return the hot set as zstd-compressed JSON lines. Deterministic."""
     numbers: dict[TracedFile, int] = {}
-    rows = [
-        (numbers.setdefault(file, len(numbers)), one.offset, one.length, one.trace_count)
-        for one in hot.ranges
-        for file in (TracedFile(one.path, one.digest),)
-    ]
-    header = _Header(hot.index_digest, hot.workload, hot.trace_count, len(numbers), len(rows))
+    rows = []
+    for hot_range in hot.ranges:
+        number = numbers.setdefault(TracedFile(hot_range.path, hot_range.digest), len(numbers))
+        rows.append((number, hot_range.offset, hot_range.length, hot_range.trace_count))
+    header = _HotSetHeader(hot.index_digest, hot.workload, hot.trace_count, len(numbers), len(rows))
     return encode_rows(_FORM, header, tuple(numbers), rows)
 
 
 def decode(data: bytes) -> HotSet:
-    """Raises: CorruptError, UnknownFormatError."""
+    """Decode a hot set. Raises: CorruptError; UnknownFormatError for another version."""
     header, files, rows = decode_rows(_FORM, data)
     return HotSet(
         header.index_digest,

@@ -1,8 +1,9 @@
-"""The trace of one launch: which ranges of which files it read first, in order, with times.
+"""The trace of one launch: the ranges of files that it read, in order, with times.
 
-Alone owns the trace format (docs/format/trace.md) and the log that a running server appends to.
-`Trace` and the codec are pure. `AccessLog` may be appended to from any thread; it lies in shared
-anonymous memory, so that what a killed worker recorded is still there for the next one.
+A running server appends accesses to an `AccessLog`, which becomes a `Trace` when the record ends.
+docs/format/trace.md has the stored form. `Trace` and its codec are pure. Any thread may append to
+an `AccessLog`; it lies in shared anonymous memory, so that the accesses that a killed worker
+recorded are still there for its successor.
 """
 
 import mmap
@@ -24,13 +25,13 @@ from bootseer.prefetch.record.file_rows import (
 )
 
 _PRELOADED_NS = 2**62
-"""Added to the time of what was handed to the kernel unasked: was it wanted? Nobody knows."""
+"""Added to the time of an access that the server preloaded: the job may not have wanted it."""
 
 ACCESS_COUNT_MAX = 2**20
-"""A log that is full takes no more: a start that reads a million ranges is no start."""
+"""Accesses that a log takes; a start reads far fewer than a million ranges."""
 
 
-class _Header(Struct, frozen=True):
+class _TraceHeader(Struct, frozen=True):
     index_digest: str = field(name="index")
     workload: str
     node: str
@@ -41,40 +42,41 @@ class _Header(Struct, frozen=True):
     row_count: Annotated[int, Meta(ge=0, le=ACCESS_COUNT_MAX)] = field(name="access_count")
 
 
-_FORM: DocumentFormat[_Header] = DocumentFormat(
-    type=_Header,
+_FORM: DocumentFormat[_TraceHeader] = DocumentFormat(
+    type=_TraceHeader,
     what="a trace",
     kind="bootseer-trace",
     kind_member="format",
     versions=(1,),
     size_max=HEADER_BYTES_MAX,
 )
-_ENTRY = struct.Struct("<IIQQ")
-# count, closed, start on the monotonic clock
-_LOG_HEADER = struct.Struct("<IIQ")
+_ENTRY = struct.Struct("<IIQQ")  # inode, length, offset, ns since the log was made
+_LOG_HEADER = struct.Struct("<IIQ")  # count, is closed, start in ns of the monotonic clock
 
 
 class Access(NamedTuple):
-    """`length` bytes at `offset` of file number `file`, `after_ns` after the start."""
+    """Read of a range of a file."""
 
     file: int
+    """Number of the file in the trace."""
     offset: int
     length: int
     time_ns: int
+    """`after_ns`, plus a constant for a preloaded access."""
 
     @property
     def is_preloaded(self) -> bool:
-        """Whether the server handed it to the kernel unasked."""
+        """Whether the server gave the range to the kernel before anybody asked for it."""
         return self.time_ns >= _PRELOADED_NS
 
     @property
     def after_ns(self) -> int:
-        """When it happened, after the start."""
+        """Return the time of the access in nanoseconds after the start."""
         return self.time_ns - _PRELOADED_NS if self.is_preloaded else self.time_ns
 
 
 class Trace(Struct, frozen=True):
-    """What one launch read."""
+    """Ranges that one launch read."""
 
     index_digest: str
     workload: str
@@ -82,19 +84,22 @@ class Trace(Struct, frozen=True):
     started_ns: int
     """Wall clock, ns since 1970."""
     ended: str
-    """What ended the record: "ready", "window" or "unmount"."""
+    """Reason why the record ended: "ready", "window" or "unmount"."""
     readahead_bytes: int
     """The kernel's read-ahead while recording; a replay must use the same."""
     files: tuple[TracedFile, ...]
     accesses: tuple[Access, ...]
-    """The accesses in the order in which they happened; no range twice."""
+    """Accesses in the order in which they happened; no range twice."""
 
 
 class AccessLog:
-    """Accesses as the kernel asked for them: (inode, offset, length, time). About 1 us each."""
+    """Log of the kernel's read requests. Appending takes about 1 us."""
 
     def __init__(self, capacity: int = ACCESS_COUNT_MAX) -> None:
-        """Make it before any fork whose children shall append. Untouched memory costs nothing."""
+        """Map the log's memory; untouched pages cost nothing.
+
+        Make the log before forking processes that shall append to it.
+        """
         self.capacity = capacity
         self._map = mmap.mmap(-1, _LOG_HEADER.size + capacity * _ENTRY.size)
         self._lock = threading.Lock()
@@ -102,17 +107,17 @@ class AccessLog:
 
     @property
     def started_ns(self) -> int:
-        """When the log was made, on the monotonic clock."""
+        """Return the time at which the log was made, on the monotonic clock."""
         started: int = _LOG_HEADER.unpack_from(self._map, 0)[2]
         return started
 
     @property
     def is_open(self) -> bool:
-        """Whether it still takes accesses."""
+        """Whether the log still takes accesses."""
         return not _LOG_HEADER.unpack_from(self._map, 0)[1]
 
     def close(self) -> bool:
-        """Take no more, in no process. True for the caller that closed it."""
+        """Close the log for all processes. Return True unless it was closed before."""
         with self._lock:
             count, closed, started_ns = _LOG_HEADER.unpack_from(self._map, 0)
             _LOG_HEADER.pack_into(self._map, 0, count, 1, started_ns)
@@ -123,11 +128,11 @@ class AccessLog:
         return count
 
     def append_preloaded(self, inode: int, offset: int, length: int) -> None:
-        """Appends an access to pages that the kernel was given without asking for them."""
+        """Append an access to pages that the server gave to the kernel unasked."""
         self.append(inode, offset, length, _PRELOADED_NS)
 
     def append(self, inode: int, offset: int, length: int, added_ns: int = 0) -> None:
-        """Does nothing when the log is closed or full."""
+        """Append an access; do nothing if the log is closed or full."""
         now_ns = time.monotonic_ns() + added_ns
         with self._lock:
             count, closed, started_ns = _LOG_HEADER.unpack_from(self._map, 0)
@@ -139,7 +144,7 @@ class AccessLog:
             _LOG_HEADER.pack_into(self._map, 0, count + 1, 0, started_ns)
 
     def entries(self) -> list[tuple[int, int, int, int]]:
-        """(inode, offset, length, ns since the log was made), in order."""
+        """Return (inode, offset, length, ns since the log was made) of each access, in order."""
         end = _LOG_HEADER.size + len(self) * _ENTRY.size
         return [
             (inode, offset, length, time_ns)
@@ -150,45 +155,41 @@ class AccessLog:
 
 
 def accesses_of(
-    tree: Tree, entries: Iterable[tuple[int, int, int, int]]
+    tree: Tree, entries: Iterable[tuple[int, int, int, int]], *, served: Tree | None = None
 ) -> tuple[tuple[TracedFile, ...], tuple[Access, ...]]:
-    """Files and first accesses from a log's entries. Pure.
+    """Return the files and first accesses of a log's entries. Pure.
 
-    A range that was asked for again (dropped from the page cache meanwhile) counts once.
+    A range that was read again, because the page cache had dropped it, counts once.
+
+    Args:
+        tree: Tree of the image; its files have digests.
+        entries: `AccessLog.entries`.
+        served: The tree whose inodes the entries name, if that is not `tree`. Files are then found
+            by path, and accesses to paths that `tree` lacks are left out.
     """
+    inodes: dict[int, int | None] = {}
     numbers: dict[int, int] = {}
     files: list[TracedFile] = []
     accesses: dict[tuple[int, int, int], Access] = {}
-    for inode, offset, length, time_ns in entries:
+    for logged_inode, offset, length, time_ns in entries:
+        if logged_inode not in inodes:
+            inodes[logged_inode] = (
+                logged_inode if served is None else tree.resolve(served.path(logged_inode))
+            )
+        inode = inodes[logged_inode]
+        if inode is None:
+            continue
         number = numbers.get(inode)
         if number is None:
             number = numbers[inode] = len(files)
             files.append(TracedFile(tree.path(inode), tree.inode(inode).digest or b""))
-        key = (number, offset, length)
-        if key not in accesses:
-            accesses[key] = Access(number, offset, length, time_ns)
+        accesses.setdefault((number, offset, length), Access(number, offset, length, time_ns))
     return tuple(files), tuple(accesses.values())
 
 
-def renumbered(
-    old: Tree, new: Tree, entries: Iterable[tuple[int, int, int, int]]
-) -> list[tuple[int, int, int, int]]:
-    """The entries of a log that was kept for `old`, with the inodes that `new` has at their paths;
-    those of paths that it lacks are left out. Pure."""
-    numbers: dict[int, int | None] = {}
-    found = []
-    for inode, offset, length, time_ns in entries:
-        if inode not in numbers:
-            numbers[inode] = new.resolve(old.path(inode))
-        number = numbers[inode]
-        if number is not None:
-            found.append((number, offset, length, time_ns))
-    return found
-
-
 def encode(trace: Trace) -> bytes:
-    """The trace as zstd-compressed JSON lines. Deterministic."""
-    header = _Header(
+    """Return the trace as zstd-compressed JSON lines. Deterministic."""
+    header = _TraceHeader(
         trace.index_digest,
         trace.workload,
         trace.node,
@@ -202,7 +203,7 @@ def encode(trace: Trace) -> bytes:
 
 
 def decode(data: bytes) -> Trace:
-    """Raises: CorruptError; UnknownFormatError for another version."""
+    """Decode a trace. Raises: CorruptError; UnknownFormatError for another version."""
     header, files, rows = decode_rows(_FORM, data)
     return Trace(
         header.index_digest,

@@ -12,7 +12,7 @@ from bootseer.base.exposition import render as render_families
 from bootseer.prefetch.bundle.accuracy import BundleAccuracy
 from bootseer.prefetch.bundle.replay import BundleReplay
 from bootseer.prefetch.reading.fault_figures import BUCKETS_S, FaultFigures, SourceFigures
-from bootseer.transfer.figures import Statistics
+from bootseer.transfer.figures import FetchStatistics
 
 
 class PrefetchFigures(Struct, frozen=True):
@@ -91,7 +91,7 @@ class LaunchFigures(Struct, frozen=True):
     cache_is_full: bool
     faults: FaultFigures
     sources: SourceFigures
-    moved: Statistics
+    moved: FetchStatistics
     prefetch: PrefetchFigures | None
     fill: FillFigures
 

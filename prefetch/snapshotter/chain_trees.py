@@ -1,7 +1,7 @@
-"""Which chains the store can serve, and the trees of those.
+"""Chains that the store can serve, and their trees.
 
-Alone talks to the store. Asking whether a chain can be served never fails and never waits long: a
-store that does not answer is left alone for a while, and images are pulled as without us.
+The only module of the snapshotter that reads the store. `can_serve` never fails and never waits
+long: a store that does not answer is not asked again for a while, and containerd pulls images.
 Thread-safe.
 """
 
@@ -21,52 +21,52 @@ from bootseer.prefetch.cache.indexes import index_path, keep_index
 from bootseer.prefetch.index.catalogue import (
     check_streams,
     find_whole_layer,
-    have_index,
     layer_tree,
+    load_index,
 )
 from bootseer.prefetch.index.chains import Chain, publish_chain_index, read_chain
-from bootseer.prefetch.index.merge import LayerTree, merge
+from bootseer.prefetch.index.merge import LayerTree, merge_layers
 from bootseer.prefetch.index.records import LayerRecord
-from bootseer.prefetch.snapshotter.metadata import Metadata
+from bootseer.prefetch.snapshotter.metadata import SnapshotDatabase
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
 
 _log = logging.getLogger(__name__)
 
 _STORE_S = 5.0
-"""How long a pull may be held up by a store that does not answer."""
+"""Delay of a pull by a store that does not answer."""
 _PAUSE_S = 30.0
-"""How long a store that failed is not asked again."""
+"""A store that failed is not asked again for this time."""
 _LAYER_S = 60.0
-"""What is known of a layer's objects in the store holds so long: as long as a pull takes."""
+"""Time for which a layer's record and the presence of its objects are remembered: about a pull."""
 _LAYERS_MAX = 4096
 
 
 class ChainTrees:
-    """The chains of one store."""
+    """Chains of one store."""
 
-    def __init__(self, settings: Settings, metadata: Metadata) -> None:
+    def __init__(self, settings: Settings, database: SnapshotDatabase) -> None:
         self._settings = settings
-        self._metadata = metadata
+        self._database = database
         self._lock = threading.Lock()
-        self._making: dict[str, threading.Lock] = defaultdict(threading.Lock)
-        # By the deadline of its calls.
+        self._chain_locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
+        # Deadline of its calls -> store.
         self._stores: dict[float, Store] = {}
         self._paused_until_s = 0.0
-        # diff_id -> when its objects were last seen whole, and its record.
+        # diff_id -> time at which all its objects were seen, and its record.
         self._layers: dict[str, tuple[float, LayerRecord]] = {}
-        # Digest of an index -> inode and size of the file in which it was found right.
+        # Digest of an index -> inode and size of its verified file.
         self._intact: dict[str, tuple[int, int]] = {}
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the store."""
         with self._lock:
             stores, self._stores = list(self._stores.values()), {}
         for store in stores:
             store.close()
 
     def can_serve(self, chain_id: str) -> bool:
-        """Whether the store has all that the chain's tree needs. Never raises."""
+        """Return whether the store has all objects of the chain's tree. Never raises."""
         with self._lock:
             if time.monotonic() < self._paused_until_s:
                 return False
@@ -89,16 +89,16 @@ class ChainTrees:
         return False
 
     def index_digest(self, chain_id: str) -> str:
-        """What names the chain's tree, whose index is then in the node's cache. Made only once.
+        """Return the digest of the index of the chain's tree; the node's cache has that index.
 
         Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError, DeadlineError,
         NoSpaceError.
         """
         with self._lock:
-            making = self._making[chain_id]
-        # Once, for all that want it: merging the layers of a large image takes seconds of one core.
-        with making:
-            known = self._metadata.tree_of(chain_id)
+            chain_lock = self._chain_locks[chain_id]
+        # Merging the layers of a large image takes seconds of a core: one thread does it for all.
+        with chain_lock:
+            known = self._database.tree_of(chain_id)
             if known is not None and self._is_kept(known):
                 return known
             store = self._open(self._settings.deadline_s)
@@ -106,7 +106,7 @@ class ChainTrees:
             if chain is None:
                 raise NotFoundError(f"the store {store.url} does not know the chain {chain_id} now")
             digest = self._fetch(store, chain) or self._merge(store, chain.diff_ids)
-            self._metadata.note_tree(chain_id, digest)
+            self._database.note_tree(chain_id, digest)
             return digest
 
     # ---- inside -------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class ChainTrees:
             return store
 
     def _layer(self, store: Store, diff_id: str) -> LayerRecord | None:
-        """The record of a layer, if the store has its blob and index."""
+        """Return the record of a layer, or None unless the store has its blob and index."""
         with self._lock:
             found = self._layers.get(diff_id)
         if found is not None and time.monotonic() - found[0] < _LAYER_S:
@@ -140,7 +140,7 @@ class ChainTrees:
         return record
 
     def _fetch(self, store: Store, chain: Chain) -> str:
-        """The digest of a merged tree that a node has published; "" where it cannot be had."""
+        """Fetch the merged tree that a node has published. Return its digest; "" without one."""
         digest = chain.index_digest
         if not digest:
             return ""
@@ -153,8 +153,8 @@ class ChainTrees:
         return digest
 
     def _merge(self, store: Store, diff_ids: Sequence[str]) -> str:
-        """The digest of the layers' merged tree, which others need not merge again."""
-        data = encode(merge(self._layer_trees(store, diff_ids)))
+        """Merge the layers' trees and publish the result. Return its digest."""
+        data = encode(merge_layers(self._layer_trees(store, diff_ids)))
         digest = digest_of(data)
         keep_index(self._settings.cache_dir, digest, data, run_dir=self._settings.run_dir)
         try:
@@ -175,19 +175,19 @@ class ChainTrees:
         return trees
 
     def _index(self, store: Store, digest: str, name: str) -> Tree:
-        """Return the tree of `name`, whose index stays in the node's cache."""
+        """Return the tree of an index, which stays in the node's cache. `name`: for messages."""
         settings = self._settings
-        return decode(have_index(store, digest, name, settings.cache_dir, run_dir=settings.run_dir))
+        return decode(load_index(store, digest, name, settings.cache_dir, run_dir=settings.run_dir))
 
     def _is_kept(self, digest: str) -> bool:
-        """Whether its index is in the node's cache, undamaged: a crash may have torn it."""
+        """Return whether the node's cache has this index undamaged: a crash may have torn it."""
         places = self._settings.cache_dir, self._settings.run_dir
         return any(self._is_intact(index_path(place, digest), digest) for place in places)
 
     def _is_intact(self, path: Path, digest: str) -> bool:
         try:
             status = path.stat()
-            # It is only ever replaced; once per file is enough for large ones.
+            # A file is only ever replaced as a whole, so each is read and compared once.
             file = (status.st_ino, status.st_size)
             if file != self._intact.get(digest):
                 if digest_of(path.read_bytes()) != digest:

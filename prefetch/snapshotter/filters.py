@@ -1,8 +1,8 @@
 """containerd's filters of lists: `kind==active,labels."a.b"==c`.
 
-Pure. The grammar is that of containerd's package filters: selectors that all must hold, separated
-by commas; each a field, and perhaps an operator (`==`, `!=`, `~=` for a regular expression) with a
-value; names and values may be quoted. A selector without an operator asks whether the field exists.
+The grammar is that of containerd's package `filters`: selectors separated by commas, all of which
+must match. A selector is a field with an operator (`==`, `!=`, or `~=` for a regular expression)
+and a value, or a field alone, which must exist. Names and values may be quoted. Pure.
 """
 
 import re
@@ -23,7 +23,7 @@ _FILTER_CHARACTERS_MAX = 8192
 
 
 def any_of(texts: Sequence[str]) -> Filter:
-    """Accepts what one of the filters accepts; everything where there are none.
+    """Return a filter that accepts a snapshot if at least one of `texts` does, or all without one.
 
     Raises: InvalidInputError.
     """

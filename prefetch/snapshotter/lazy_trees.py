@@ -1,9 +1,8 @@
-"""The FUSE mounts that containers' roots lie on: one for each tree and workload, shared by all.
+"""FUSE mounts below the roots of containers: one for each tree and workload, shared by all.
 
-Alone starts and ends them. Their servers are processes of their own, found by their state folders
-(`served.folders`); so a new snapshotter finds what the last one started. A mount that is
-taken off lives on, and its server with it, as long as a container's root still uses it. Nothing
-here touches what is mounted: that could hang. Thread-safe.
+The servers are processes of their own, found by their state folders (`served.folders`), so a new
+snapshotter finds the mounts of its predecessor. An unmounted tree is still served as long as the
+root of a container uses it. No function touches files in a mount, which could hang. Thread-safe.
 """
 
 import contextlib
@@ -27,16 +26,16 @@ from bootseer.settings.config import Settings
 _log = logging.getLogger(__name__)
 
 PURPOSE = "containerd"
-"""The purpose of a mount that serves an image for containerd."""
+"""Purpose (`MountState.purpose`) of a mount that serves an image for containerd."""
 
 _FRESH_S = 60.0
-"""A mount is of the start of the container that is made so soon after it."""
+"""A mount was made for the container that is created within this time after the mount."""
 _WAIT_S = 60.0
-"""How long to wait for others that mount the same tree: each of them gives up after less."""
+"""Wait for another thread that mounts the same tree; every mount gives up after less."""
 
 
 class LazyTrees:
-    """The mounts below one folder."""
+    """FUSE mounts below one folder."""
 
     def __init__(self, settings: Settings, folder: Path, *, purpose: str = PURPOSE) -> None:
         self._purpose = purpose
@@ -47,14 +46,14 @@ class LazyTrees:
         self._holds: dict[TreeKey, int] = defaultdict(int)
         self._mounting: set[Path] = set()
         self._unused_since_s: dict[TreeKey, float] = {}
-        # Begin and length of new mounts that no container has used yet.
+        # Begin and duration of mounts that no container has used yet.
         self._fresh_ns: dict[Path, tuple[int, int]] = {}
 
     @contextlib.contextmanager
     def using(self, key: TreeKey, name: str, *, is_local: bool = False) -> Iterator[Path]:
-        """Where the tree is mounted; it is not taken off before the block ends.
+        """Mount a tree if necessary, yield its mount point, and keep the mount until the end.
 
-        `name` is what people will see; `is_local`: as `ServeOptions` has it. Raises:
+        `name`: for messages and `bootseer status`. `is_local`: see `ServeOptions`. Raises:
         UnavailableError.
         """
         with self._lock:
@@ -74,9 +73,11 @@ class LazyTrees:
                 if not self._holds[key]:
                     del self._holds[key]
 
-    def first_use(self, path: Path) -> tuple[int, int] | None:
-        """When the tree there was mounted, since 1970, and how long that took, in nanoseconds, for
-        the first that asks, soon; None for all others."""
+    def pop_mount_time(self, path: Path) -> tuple[int, int] | None:
+        """Return begin (since 1970) and duration of the mount at `path` in nanoseconds.
+
+        Only the first call soon after the mount gets them; all others get None.
+        """
         with self._lock:
             self._forget_old()
             return self._fresh_ns.pop(path, None)
@@ -88,9 +89,9 @@ class LazyTrees:
         }
 
     def retire(self, in_use: Callable[[], frozenset[TreeKey]], linger_s: float) -> None:
-        """Take off what nothing has used for `linger_s`, and remove what dead servers left.
+        """Unmount trees that were unused for `linger_s`, and remove leftovers of dead servers.
 
-        Never raises; `in_use` may be called several times.
+        `in_use` returns the trees in use; it may be called several times. Never raises.
         """
         sweep(self._settings.run_dir)
         now_s = time.monotonic()
@@ -99,27 +100,27 @@ class LazyTrees:
         self._unused_since_s = {key: self._unused_since_s.get(key, now_s) for key in unused}
         for key in unused:
             if now_s - self._unused_since_s[key] >= linger_s:
-                self._take_off(key, mounted[key], in_use)
+                self._unmount(key, mounted[key], in_use)
         self._remove_empty()
 
-    def _take_off(self, key: TreeKey, path: Path, in_use: Callable[[], frozenset[TreeKey]]) -> None:
+    def _unmount(self, key: TreeKey, path: Path, in_use: Callable[[], frozenset[TreeKey]]) -> None:
         with self._lock:
             lock = self._key_locks[key]
         with lock:
             with self._lock:
                 if self._holds.get(key):
                     return
-            # Again: a snapshot may have come since, whose maker has let go already.
+            # Asked again: a new snapshot may use the tree, and its `using` may have ended.
             if key in in_use():
                 return
             try:
                 detach(path, lazy=True)
-                _log.info("took %s off %s", key.index_digest, path)
+                _log.info("unmounted the tree %s from %s", key.index_digest, path)
             except BootseerError as error:
                 _log.warning("cannot unmount %s, which no snapshot uses: %s", path, error)
 
     def mounted(self) -> dict[TreeKey, Path]:
-        """What is mounted and served now."""
+        """Return the mount point of each tree that is mounted and served now."""
         there = {mount.path for mount in mount_table.find_mounts("bootseer-image")}
         found: dict[TreeKey, Path] = {}
         for _, state in live_mounts(self._settings.run_dir):
@@ -166,14 +167,13 @@ class LazyTrees:
         """Remove the mount points on which nothing is mounted any more."""
         with self._lock:
             unmounted = set(self._folder.iterdir()) - self._mounting
-        # In this order: what was being mounted when we looked is not among them.
+        # The mount table is read last, so that a tree mounted since is in it.
         for path in unmounted - {mount.path for mount in mount_table.fuse_mounts()}:
             with contextlib.suppress(OSError):
                 path.rmdir()
 
 
 def _serves(state: MountState) -> bool:
-    """Whether a process of that server lives; its worker serves on when the supervisor was killed.
-    The lock alone does not tell: a process that tidies up after a dead one holds it for a
-    moment."""
+    # The lock of the state folder is no proof: a process that removes the folder of a dead server
+    # holds it for a moment. A worker goes on serving after its supervisor was killed.
     return any(process.lives() for process in state.processes)

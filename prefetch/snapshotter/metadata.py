@@ -1,7 +1,7 @@
-"""The database of snapshots: one SQLite file, in which each operation is one transaction.
+"""The database of snapshots: an SQLite file, in which every operation is one transaction.
 
-Alone owns the tables. After a crash at any moment it holds what the last finished operation left.
-Thread-safe: one connection, one operation at a time; all of them are short.
+After a crash it is in the state of the last finished operation. Thread-safe: one connection, one
+operation at a time; all operations are short.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from bootseer.errors import (
     UnknownFormatError,
 )
 from bootseer.prefetch.snapshotter.snapshot import (
-    Kind,
     Snapshot,
-    Usage,
+    SnapshotKind,
+    SnapshotUsage,
     changed_labels,
     check_key,
 )
@@ -60,16 +60,15 @@ FROM snapshots s LEFT JOIN snapshots p ON s.parent = p.number
 """
 
 
-class Metadata:
-    """The snapshots of one root."""
+class SnapshotDatabase:
+    """Database of the snapshots of one snapshotter."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the database, or makes it. Raises: CorruptError, UnknownFormatError,
-        BootseerError."""
+        """Open or make the database. Raises: CorruptError, UnknownFormatError, BootseerError."""
         self._lock = threading.RLock()
         self._path = path
         try:
-            # Made by us, so that it is private; its journal takes over the mode.
+            # SQLite would make the file readable by others; its journal takes over the mode.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
             self._database = sqlite3.connect(
                 path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
@@ -100,7 +99,7 @@ class Metadata:
     # ---- reading ------------------------------------------------------------------------------
 
     def get(self, key: str) -> Snapshot:
-        """Raises: NotFoundError."""
+        """Return a snapshot. Raises: NotFoundError."""
         with self._translated():
             row = self._database.execute(_SELECT + "WHERE s.key = ?", (key,)).fetchone()
         if row is None:
@@ -108,7 +107,7 @@ class Metadata:
         return _snapshot(row)
 
     def with_ancestors(self, key: str) -> list[Snapshot]:
-        """The snapshot and its ancestors, the nearest first, as of one moment.
+        """Return the snapshot and its ancestors, the nearest first, as of one moment.
 
         Raises: NotFoundError.
         """
@@ -119,40 +118,41 @@ class Metadata:
             return found
 
     def all(self) -> list[Snapshot]:
-        """Every snapshot, the oldest first."""
+        """Return all snapshots, the oldest first."""
         with self._translated():
             rows = self._database.execute(_SELECT + "ORDER BY s.number").fetchall()
         return [_snapshot(row) for row in rows]
 
     def find_remote(self, chain_id: str, parent: str) -> Snapshot | None:
-        """The remote snapshot of this chain that has this parent."""
+        """Return the remote snapshot of this chain that has this parent, or None."""
         with self._translated():
             row = self._database.execute(
                 _SELECT + "WHERE s.chain_id = ? AND coalesce(p.key, '') = ?", (chain_id, parent)
             ).fetchone()
         return None if row is None else _snapshot(row)
 
-    def numbers(self, then: Callable[[frozenset[int]], None]) -> None:
-        """Call `then` with the numbers of all snapshots, while none is made or removed."""
+    @contextlib.contextmanager
+    def numbers(self) -> Iterator[frozenset[int]]:
+        """Yield the numbers of all snapshots; none is made or removed until the block ends."""
         with self._translated():
             rows = self._database.execute("SELECT number FROM snapshots").fetchall()
-            then(frozenset(number for (number,) in rows))
+            yield frozenset(number for (number,) in rows)
 
     # ---- changing -----------------------------------------------------------------------------
 
     def create(
         self,
-        kind: Kind,
+        kind: SnapshotKind,
         key: str,
         parent: str,
         labels: Mapping[str, str],
         prepare: Callable[[Snapshot], None],
     ) -> Snapshot:
-        """Make an active or view snapshot. `prepare` makes its directory; when it fails, there is
-        no snapshot.
+        """Make an active or view snapshot.
 
-        Raises: AlreadyExistsError; NotFoundError where there is no such parent; InvalidInputError
-        where that is not committed; what `prepare` raises.
+        `prepare` makes its directory; if `prepare` raises, no snapshot is made.
+        Raises: AlreadyExistsError; NotFoundError if there is no such parent; InvalidInputError if
+        the parent is not committed; any error of `prepare`.
         """
         check_key(key, "key")
         with self._transaction():
@@ -163,31 +163,31 @@ class Metadata:
             return snapshot
 
     def create_remote(self, chain_id: str, parent: str, labels: Mapping[str, str]) -> Snapshot:
-        """A committed snapshot that shows the tree of a chain; the one that is there already.
+        """Make a committed snapshot that shows the tree of a chain, unless there is one already.
 
-        Raises: NotFoundError, InvalidInputError as for `create`.
+        Raises: NotFoundError, InvalidInputError, as for `create`.
         """
         with self._transaction():
             self._check_parent(parent)
             found = self.find_remote(chain_id, parent)
             if found is not None:
                 return found
-            # Several parents: namespaces of containerd, of which one had unpacked the lower layers
-            # itself. containerd finds its snapshot by label and parent, whatever the name.
+            # A chain has several parents if one namespace of containerd unpacked the lower layers
+            # itself. containerd finds a snapshot by label and parent, whatever its name.
             taken = self._database.execute("SELECT 1 FROM snapshots WHERE key = ?", (chain_id,))
             name = chain_id if taken.fetchone() is None else f"{chain_id} on {parent}"
-            self._insert(Kind.COMMITTED, name, parent, labels, chain_id)
+            self._insert(SnapshotKind.COMMITTED, name, parent, labels, chain_id)
             return self.get(name)
 
-    def commit(self, name: str, key: str, labels: Mapping[str, str], usage: Usage) -> None:
-        """Turn the active snapshot `key` into the committed one `name`.
+    def commit(self, name: str, key: str, labels: Mapping[str, str], usage: SnapshotUsage) -> None:
+        """Turn the active snapshot `key` into the committed snapshot `name`.
 
-        Raises: NotFoundError, AlreadyExistsError; BusyError where it is not active.
+        Raises: NotFoundError, AlreadyExistsError; BusyError if the snapshot is not active.
         """
         check_key(name, "name")
         with self._transaction() as database:
             snapshot = self.get(key)
-            if snapshot.kind is not Kind.ACTIVE:
+            if snapshot.kind is not SnapshotKind.ACTIVE:
                 raise BusyError(f"the snapshot {key[:200]} cannot be committed: it is not active")
             now_ns = time.time_ns()
             try:
@@ -196,7 +196,7 @@ class Metadata:
                     " updated_ns = ?, size_bytes = ?, inode_count = ? WHERE number = ?",
                     (
                         name,
-                        Kind.COMMITTED.value,
+                        SnapshotKind.COMMITTED.value,
                         json.dumps(dict(labels)),
                         now_ns,
                         now_ns,
@@ -209,9 +209,9 @@ class Metadata:
                 raise AlreadyExistsError(f"there is a snapshot {name[:200]} already") from None
 
     def remove(self, key: str) -> Snapshot:
-        """Forget a snapshot; what it was.
+        """Remove a snapshot and return it.
 
-        Raises: NotFoundError; BusyError where it is another's parent.
+        Raises: NotFoundError; BusyError if the snapshot is a parent.
         """
         with self._transaction() as database:
             snapshot = self.get(key)
@@ -224,7 +224,7 @@ class Metadata:
             return snapshot
 
     def update(self, key: str, labels: Mapping[str, str], paths: Sequence[str]) -> Snapshot:
-        """Change labels, as `changed_labels` has it. Raises: NotFoundError, InvalidInputError."""
+        """Change labels, as `changed_labels` does. Raises: NotFoundError, InvalidInputError."""
         with self._transaction() as database:
             snapshot = self.get(key)
             changed = changed_labels(snapshot.labels, labels, paths)
@@ -237,7 +237,7 @@ class Metadata:
     # ---- trees --------------------------------------------------------------------------------
 
     def tree_of(self, chain_id: str) -> str | None:
-        """The digest of the index of the chain's tree, where that has been made before."""
+        """Return the index digest of the chain's tree if `note_tree` has recorded one."""
         with self._translated():
             row = self._database.execute(
                 "SELECT index_digest FROM trees WHERE chain_id = ?", (chain_id,)
@@ -245,18 +245,18 @@ class Metadata:
         return None if row is None else str(row[0])
 
     def note_tree(self, chain_id: str, index_digest: str) -> None:
-        """Keep what `tree_of` gives."""
+        """Record the index digest of the chain's tree."""
         with self._transaction() as database:
             database.execute("INSERT OR REPLACE INTO trees VALUES (?, ?)", (chain_id, index_digest))
 
     # ---- inside -------------------------------------------------------------------------------
 
     def _check_parent(self, parent: str) -> None:
-        if parent and self.get(parent).kind is not Kind.COMMITTED:
+        if parent and self.get(parent).kind is not SnapshotKind.COMMITTED:
             raise InvalidInputError(f"the snapshot {parent[:200]} is not committed: no parent")
 
     def _insert(
-        self, kind: Kind, key: str, parent: str, labels: Mapping[str, str], chain_id: str
+        self, kind: SnapshotKind, key: str, parent: str, labels: Mapping[str, str], chain_id: str
     ) -> None:
         now_ns = time.time_ns()
         try:
@@ -299,10 +299,10 @@ def _snapshot(row: tuple[int, str, str, str, str, int, int, str, int, int]) -> S
         number,
         key,
         parent,
-        Kind(kind),
+        SnapshotKind(kind),
         from_line(labels, dict[str, str]),
         created_ns,
         updated_ns,
         chain_id,
-        Usage(size_bytes, inodes),
+        SnapshotUsage(size_bytes, inodes),
     )

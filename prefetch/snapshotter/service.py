@@ -1,4 +1,4 @@
-"""The gRPC service: each method takes a message apart, calls `core` once, and puts one together.
+"""The gRPC service: each method decodes a message, calls `core` once and encodes the answer.
 
 Called from the threads of the gRPC server.
 """
@@ -10,7 +10,7 @@ import grpc
 
 from bootseer.linux import grpc_service
 from bootseer.prefetch.snapshotter.core import Snapshotter
-from bootseer.prefetch.snapshotter.snapshot import Kind, Mount, Snapshot
+from bootseer.prefetch.snapshotter.snapshot import Snapshot, SnapshotKind, SnapshotMount
 from bootseer.prefetch.snapshotter.wire import (
     KIND_ACTIVE,
     KIND_COMMITTED,
@@ -20,12 +20,16 @@ from bootseer.prefetch.snapshotter.wire import (
     SERVICE,
 )
 
-_KINDS = {Kind.VIEW: KIND_VIEW, Kind.ACTIVE: KIND_ACTIVE, Kind.COMMITTED: KIND_COMMITTED}
+_KINDS = {
+    SnapshotKind.VIEW: KIND_VIEW,
+    SnapshotKind.ACTIVE: KIND_ACTIVE,
+    SnapshotKind.COMMITTED: KIND_COMMITTED,
+}
 _INFOS_PER_MESSAGE = 100
 
 
 def handler_of(snapshotter: Snapshotter) -> grpc.GenericRpcHandler:
-    """What a gRPC server needs to offer `snapshotter`."""
+    """Return the handler with which a gRPC server offers `snapshotter`."""
     methods = _Methods(snapshotter)
     implementation = {name: getattr(methods, name.lower()) for name in METHODS}
     return grpc_service.handler_of(SERVICE, METHODS, MESSAGES, implementation, streaming=["List"])
@@ -79,7 +83,7 @@ class _Methods:
         return MESSAGES["Empty"]()
 
 
-def _mount(mount: Mount) -> Any:
+def _mount(mount: SnapshotMount) -> Any:
     return MESSAGES["Mount"](type=mount.kind, source=mount.source, options=mount.options)
 
 

@@ -1,8 +1,8 @@
-"""What a snapshot is, what it shows, and whose tree must be served for that.
+"""Snapshots: the model, their mounts, and the chains whose trees must be served for them.
 
-Pure (no I/O). Follows the semantics of containerd's own snapshotters (core/snapshots/snapshotter.go
-and its overlayfs). What is ours: a committed snapshot may be *remote*. It has no directory; it and
-everything below it is the tree of a chain (`index.chains`), lazily served.
+Follows the semantics of containerd's own snapshotters (core/snapshots/snapshotter.go, overlayfs),
+with one addition: a committed snapshot may be *remote*. It has no directory; it and everything
+below it is the lazily served tree of a chain (`index.chains`). Pure (no I/O).
 """
 
 import enum
@@ -16,9 +16,9 @@ from bootseer.base.documents import is_digest
 from bootseer.errors import InvalidInputError
 
 REF_LABEL = "containerd.io/snapshot.ref"
-"""The chain that the snapshot is going to be; set by the client that unpacks an image."""
+"""Label with the chain that the snapshot will be; set by a client that unpacks an image."""
 WORKLOAD_LABEL = "containerd.io/snapshot/bootseer.workload"
-"""The label of a container's snapshot that names the workload whose record it replays."""
+"""Label of a container's snapshot with the workload whose record the container replays."""
 
 _DIGEST_GRAMMAR = re.compile(r"[a-z0-9]+(?:[.+_-][a-z0-9]+)*:[A-Za-z0-9=_-]{1,255}")
 _CONTAINER = re.compile(r"k8s\.io/[0-9]{1,19}/([0-9a-f]{64})")
@@ -26,40 +26,43 @@ _WORKLOAD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _KEY_CHARACTERS_MAX = 4096
 
 
-class Kind(enum.StrEnum):
-    """Committed snapshots are parents; active (writable) and view (read-only) ones are mounted."""
+class SnapshotKind(enum.StrEnum):
+    """Kind of a snapshot: committed ones are parents; active and view ones are mounted.
+
+    An active snapshot is writable, a view is read-only.
+    """
 
     VIEW = "view"
     ACTIVE = "active"
     COMMITTED = "committed"
 
 
-class Usage(Struct, frozen=True):
-    """What a snapshot itself takes on disk, without its parents."""
+class SnapshotUsage(Struct, frozen=True):
+    """Disk usage of a snapshot without its parents."""
 
     size_bytes: int = 0
     inode_count: int = 0
 
 
 class Snapshot(Struct, frozen=True):
-    """One snapshot, as the database has it."""
+    """Snapshot in the database."""
 
     number: int
-    """Never used again; names its directory."""
+    """Number that names the snapshot's directory; never used again."""
     key: str
     parent: str
-    """The parent's key; "" where there is none."""
-    kind: Kind
+    """Key of the parent; "" without one."""
+    kind: SnapshotKind
     labels: Mapping[str, str]
     created_ns: int
     updated_ns: int
     chain_id: str = ""
-    """The chain of a remote snapshot; "" for an ordinary one."""
-    usage: Usage = field(default_factory=Usage)
+    """Chain of a remote snapshot; "" for an ordinary one."""
+    usage: SnapshotUsage = field(default_factory=SnapshotUsage)
 
 
-class Mount(Struct, frozen=True):
-    """What is to be mounted for a snapshot, as containerd describes mounts."""
+class SnapshotMount(Struct, frozen=True):
+    """Mount that containerd makes for a snapshot: arguments of mount(2)."""
 
     kind: str
     source: str
@@ -67,44 +70,44 @@ class Mount(Struct, frozen=True):
 
 
 class Lower(Struct, frozen=True):
-    """What lies below a snapshot: directories of its own, the nearest first, then a chain."""
+    """Layers below a snapshot: ordinary snapshots, the nearest first, then a chain or none."""
 
     numbers: tuple[int, ...]
     chain_id: str
 
 
 class ImageMount(Struct, frozen=True):
-    """What a container waited for to lie on its image."""
+    """Time that a container waited for the mount of its image."""
 
     container: str
-    """Its id."""
+    """Id of the container."""
     directory: Path
     begin_ns: int
     duration_ns: int
     is_live: bool
-    """It found the image mounted, by another container or before its snapshotter began."""
+    """Whether the image was mounted before, for another container or by an earlier snapshotter."""
 
 
 class TreeKey(Struct, frozen=True):
-    """Names a served tree. Containers of one image share it unless their workloads differ."""
+    """Identity of a served tree. Containers of one image with the same workload share one tree."""
 
     index_digest: str
     workload: str
     owner: tuple[int, int] | None = None
-    """The user and group as whose everything is shown; None: as it is stored."""
+    """User and group that own all files as shown; None: the stored owners."""
 
 
 def check_key(key: str, what: str) -> str:
-    """`key` if it can name a snapshot. Raises: InvalidInputError."""
+    """Return `key` if it can name a snapshot. Raises: InvalidInputError."""
     if not key or len(key) > _KEY_CHARACTERS_MAX or "\0" in key:
         raise InvalidInputError(f"{key[:100]!r} is no {what} of a snapshot")
     return key
 
 
 def wanted_chain(labels: Mapping[str, str]) -> str | None:
-    """The chain that the snapshot to be is labelled with, if it is one that can be served.
+    """Return the chain that a new snapshot is labelled with, or None if it cannot be served.
 
-    Raises: InvalidInputError for a label that is no digest at all.
+    Raises: InvalidInputError for a label that is not a digest.
     """
     chain_id = labels.get(REF_LABEL)
     if chain_id is None:
@@ -115,27 +118,26 @@ def wanted_chain(labels: Mapping[str, str]) -> str | None:
 
 
 def chain_named(key: str) -> str:
-    """The chain that a committed snapshot of an image is named after; "" for any other key.
-
-    containerd's own names come as "NAMESPACE/NUMBER/NAME" (core/metadata/snapshot.go)."""
+    """Return the chain that a committed snapshot of an image is named after; "" for other keys."""
+    # containerd passes names as "NAMESPACE/NUMBER/NAME" (core/metadata/snapshot.go).
     name = key.rpartition("/")[2]
     return name if is_digest(name) else ""
 
 
 def container_of(key: str) -> str:
-    """The container of CRI that a snapshot is named after; "" for any other key."""
+    """Return the id of the CRI container that a snapshot is named after; "" for other keys."""
     found = _CONTAINER.fullmatch(key)
     return found[1] if found else ""
 
 
 def workload_of(labels: Mapping[str, str], default: str) -> str:
-    """The workload of a container's snapshot; `default` where its label is none that could be."""
+    """Return the workload of a container's snapshot; `default` without a valid label."""
     name = labels.get(WORKLOAD_LABEL, default)
     return name if _WORKLOAD.fullmatch(name) else default
 
 
 def lower_of(ancestors: Sequence[Snapshot]) -> Lower:
-    """What the snapshot with these ancestors, the nearest first, lies on."""
+    """Return the layers below a snapshot with these ancestors, given the nearest first."""
     numbers: list[int] = []
     for ancestor in ancestors:
         if ancestor.chain_id:
@@ -146,24 +148,30 @@ def lower_of(ancestors: Sequence[Snapshot]) -> Lower:
 
 def mounts_of(
     snapshot: Snapshot, lower_directories: Sequence[Path], fs: Path, work: Path
-) -> tuple[Mount, ...]:
-    """How an active or view snapshot is mounted over these directories, the uppermost first; `fs`
-    and `work` are its own."""
-    writable = snapshot.kind is Kind.ACTIVE
+) -> tuple[SnapshotMount, ...]:
+    """Return the mounts of an active or view snapshot.
+
+    Args:
+        snapshot: The snapshot.
+        lower_directories: Directories of the layers below, the uppermost first.
+        fs: The snapshot's own files.
+        work: Work directory of its overlay.
+    """
+    writable = snapshot.kind is SnapshotKind.ACTIVE
     if not lower_directories:
-        return (Mount("bind", str(fs), ("rw" if writable else "ro", "rbind")),)
+        return (SnapshotMount("bind", str(fs), ("rw" if writable else "ro", "rbind")),)
     if not writable and len(lower_directories) == 1:
-        return (Mount("bind", str(lower_directories[0]), ("ro", "rbind")),)
+        return (SnapshotMount("bind", str(lower_directories[0]), ("ro", "rbind")),)
     options = [f"lowerdir={':'.join(map(str, lower_directories))}", "index=off"]
     if writable:
         options = [f"workdir={work}", f"upperdir={fs}", *options]
-    return (Mount("overlay", "overlay", tuple(options)),)
+    return (SnapshotMount("overlay", "overlay", tuple(options)),)
 
 
 def chains_in_use(
     snapshots: Iterable[Snapshot], default_workload: str
 ) -> frozenset[tuple[str, str]]:
-    """The chains that active and view snapshots show, each with a workload."""
+    """Return (chain, workload) of the remote snapshots that active and view snapshots lie on."""
     by_key = {snapshot.key: snapshot for snapshot in snapshots}
     below: dict[str, str] = {"": ""}
 
@@ -182,14 +190,15 @@ def chains_in_use(
     return frozenset(
         (chain_id, workload_of(snapshot.labels, default_workload))
         for snapshot in by_key.values()
-        if snapshot.kind is not Kind.COMMITTED and (chain_id := chain_below(snapshot.parent))
+        if snapshot.kind is not SnapshotKind.COMMITTED
+        and (chain_id := chain_below(snapshot.parent))
     )
 
 
 def changed_labels(
     old: Mapping[str, str], new: Mapping[str, str], paths: Sequence[str]
 ) -> dict[str, str]:
-    """The labels after an update of the fields `paths`; of all fields where there are none.
+    """Return the labels after an update of the fields `paths`, or of all fields without any.
 
     Raises: InvalidInputError for a field that cannot be changed.
     """

@@ -1,7 +1,7 @@
-"""containerd's snapshots service on the wire: `containerd.services.snapshots.v1.Snapshots`.
+"""Messages of containerd's snapshots service: `containerd.services.snapshots.v1.Snapshots`.
 
-Alone knows its messages, which are built when this is imported. Field numbers are those of
-containerd's api/services/snapshots/v1 and api/types.
+The classes are built when this module is imported. Field numbers are those of containerd's
+api/services/snapshots/v1 and api/types.
 """
 
 from typing import Any
@@ -85,7 +85,7 @@ METHODS = {
     "Usage": ("UsageRequest", "UsageResponse"),
     "Cleanup": ("CleanupRequest", "Empty"),
 }
-"""Each method's request and response; `List` answers with a stream of responses."""
+"""Method -> request and response; `List` answers with a stream of responses."""
 
 
 _KNOWN = (empty_pb2, field_mask_pb2, timestamp_pb2)
@@ -96,4 +96,4 @@ MESSAGES: dict[str, Any] = {
     **build((_TYPES_FILE, describe(_PACKAGE, _MESSAGES, _IMPORTS)), _KNOWN),
     "Empty": empty_pb2.Empty,
 }
-"""The class of each message, by its name."""
+"""Name of a message -> its class."""

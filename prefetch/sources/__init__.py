@@ -1,12 +1,15 @@
-"""Where an image comes from: one file per kind, and `open_source`, which tells them apart.
+"""Sources of images: everything between a source's name and layers that can be packed or pulled.
 
-DIR                       a root file system, or an OCI layout when it has an oci-layout file
+DIR                       a root file system, or an OCI layout if it has an oci-layout file
 oci:DIR[:TAG]             an OCI layout
-oci:URL[#TAG]             the same on shared storage, at any URL that a store may have
+oci:URL[#TAG]             an OCI layout on shared storage, at any URL that a store may have
 FILE                      an archive of `docker save`, or an OCI layout in a tar
-docker-archive:FILE[:TAG] the same, choosing one of several images (also oci-archive:)
+docker-archive:FILE[:TAG] such an archive, choosing one of several images (also oci-archive:)
 docker://NAME             an image in the Docker engine
 registry://HOST/NAME[:TAG|@DIGEST]  an image in a registry
+
+Public: `open_source`, `ImageSource`, `Layer`, `files.open_content`, `layer_tar`. May import of
+`prefetch`: `index`, `cache`.
 """
 
 from pathlib import Path
@@ -14,12 +17,16 @@ from pathlib import Path
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.prefetch.index.records import ImageConfig
 from bootseer.prefetch.index.source_names import ARCHIVES, DOCKER, OCI_LAYOUT, REGISTRY
-from bootseer.prefetch.sources import oci_layout
-from bootseer.prefetch.sources.directory import open_directory
-from bootseer.prefetch.sources.docker_archive import open_docker_archive
 from bootseer.prefetch.sources.docker_engine import open_docker_image
+from bootseer.prefetch.sources.files import (
+    LAYOUT_MARKER,
+    open_directory,
+    open_docker_archive,
+    open_oci_layout,
+    open_stored_layout,
+    split_tag,
+)
 from bootseer.prefetch.sources.model import ImageSource, Layer
-from bootseer.prefetch.sources.oci_layout import open_stored_layout
 
 __all__ = ["ImageConfig", "ImageSource", "Layer", "open_source"]
 
@@ -32,8 +39,14 @@ def open_source(
     deadline_s: float = 60.0,
     copies: bool = True,
 ) -> ImageSource:
-    """The image that `source` names; close it after use. `work_dir` takes temporary files, the
-    other options are as in `Settings` and for registries; `copies` is `copy_layers` there.
+    """Open the image that `source` names; close it after use.
+
+    Args:
+        source: One of the forms that the package's docstring lists.
+        work_dir: Folder for temporary files.
+        registry_hosts_dir: As in `Settings`.
+        deadline_s: The longest single wait for a registry.
+        copies: The setting `copy_layers`, for layers of a registry.
 
     Raises: NotFoundError, InvalidInputError, CorruptError, UnknownFormatError, UnavailableError,
     DeadlineError, UnsupportedError, PermissionDeniedError, NoSpaceError.
@@ -53,11 +66,11 @@ def open_source(
         if "://" in location:
             url, _, tag = location.partition("#")
             return open_stored_layout(url, tag)
-        return oci_layout.open_oci_layout(*oci_layout.split_tag(location, Path.is_dir))
+        return open_oci_layout(*split_tag(location, Path.is_dir))
     for prefix in ARCHIVES:
         if source.startswith(prefix):
             location = source.removeprefix(prefix)
-            return open_docker_archive(*oci_layout.split_tag(location, Path.is_file))
+            return open_docker_archive(*split_tag(location, Path.is_file))
     if "://" in source:
         scheme = source.partition("://")[0]
         raise InvalidInputError(
@@ -69,7 +82,7 @@ def open_source(
     path = Path(source)
     try:
         path.stat()
-        is_layout = path.is_dir() and (path / oci_layout.MARKER).exists()
+        is_layout = path.is_dir() and (path / LAYOUT_MARKER).exists()
     except FileNotFoundError:
         message = f"there is no file or directory {source}"
         if not source.startswith(("/", ".")):
@@ -81,7 +94,7 @@ def open_source(
     except OSError as error:
         raise from_oserror(error, f"read {source}") from error
     if is_layout:
-        return oci_layout.open_oci_layout(path, "")
+        return open_oci_layout(path, "")
     if path.is_dir():
         return open_directory(path)
     if path.is_file():

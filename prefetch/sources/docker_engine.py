@@ -1,7 +1,7 @@
 """An image in a Docker engine: `docker://NAME`, through the Docker SDK.
 
-The engine streams what `docker save` would write into a temporary file without a name, which is
-then read as an archive: it goes with this process, however that ends.
+The engine streams the archive of `docker save` into a temporary file without a name, which is then
+read as an archive. The file vanishes with this process, even if it is killed.
 """
 
 import tempfile
@@ -14,23 +14,23 @@ from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, NotFoundError, UnavailableError, from_oserror
 from bootseer.linux.private_files import make_private_directory
-from bootseer.prefetch.sources.docker_archive import open_docker_archive
+from bootseer.prefetch.sources.files import open_docker_archive
 from bootseer.prefetch.sources.model import ImageSource
-from bootseer.prefetch.sources.read_ahead import ReadAhead
+from bootseer.prefetch.sources.stream import ReadAhead
 
 if TYPE_CHECKING:
     from docker.client import DockerClient
 
 _CHUNK_BYTES = 2**20
 _DEADLINE_S = 60
-"""Per answer of the engine, not for the whole image; the SDK applies it to each read. What sends a
-byte now and then is ended by `ReadAhead`, which waits 300 s for each MiB."""
+"""For each read of the engine's answer, not for the whole image. An engine that sends only a byte
+now and then is given up by `ReadAhead`, which waits at most 300 s for each MiB."""
 
 
 def open_docker_image(name: str, work_dir: Path) -> ImageSource:
-    """Copies the image `name` out of the engine that DOCKER_HOST (or the default) names.
+    """Copy the image `name` out of the engine that DOCKER_HOST names, or the default one.
 
-    Raises: UnavailableError without an engine; NotFoundError; NoSpaceError; as
+    Raises: UnavailableError if no engine answers; NotFoundError; NoSpaceError; and as
     `open_docker_archive`.
     """
     # Imported late: the SDK costs more than most commands take.
@@ -46,7 +46,7 @@ def open_docker_image(name: str, work_dir: Path) -> ImageSource:
         try:
             client = DockerClient.from_env(timeout=_DEADLINE_S)
             stack.callback(client.close)
-            ahead = ReadAhead(_saved(client, name), "docker-save")
+            ahead = ReadAhead(_archive_chunks(client, name), "docker-save")
             stack.callback(ahead.close)
             path = _copy(iter(lambda: ahead.read(_CHUNK_BYTES), b""), name, work_dir, stack)
         except ImageNotFound as error:
@@ -65,7 +65,7 @@ def open_docker_image(name: str, work_dir: Path) -> ImageSource:
         return replace(source, reference=_with_tag(name), release=keep.close)
 
 
-def _saved(client: "DockerClient", name: str) -> Iterator[bytes]:
+def _archive_chunks(client: "DockerClient", name: str) -> Iterator[bytes]:
     yield from client.images.get(name).save(_CHUNK_BYTES, named=True)
 
 
@@ -78,20 +78,20 @@ def _copy(chunks: Iterator[bytes], name: str, work_dir: Path, stack: ExitStack) 
         file.flush()
     except OSError as error:
         if error.errno is None:
-            raise  # the engine's, not the disk's
+            raise  # An error of the engine, not of the disk.
         raise from_oserror(error, f"copy the image {name!r} to {work_dir}") from error
     # A file without a name can be opened again by its descriptor.
     return Path(f"/proc/self/fd/{file.fileno()}")
 
 
 def _with_tag(name: str) -> str:
-    """ "python" -> "python:latest", as the engine understands it."""
+    """Return "python:latest" for "python", as the engine does."""
     last = name.rpartition("/")[2]
     return name if ":" in last or "@" in last else f"{name}:latest"
 
 
 def _reason(error: Exception) -> str:
-    """The innermost cause, in a line: the SDK wraps it four times."""
+    """Return the innermost cause in one line: the SDK wraps it four times."""
     cause: BaseException = error
     while cause.__cause__ or cause.__context__:
         cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]

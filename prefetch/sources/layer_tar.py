@@ -1,8 +1,9 @@
-"""Packs or indexes a layer's tar, and notes what it leaves to the layers below.
+"""Packing and indexing of a layer's tar, including its references to lower layers.
 
-`pack.tar_packing` treats a tar as an archive that stands alone. A layer does not: a directory that
-it merely implies keeps the attributes it has below, and a hard link may point to a file below. And
-as with container engines, unlike with tar, a hard link within it brings attributes of its own.
+`pack.tar_packing` treats a tar as an archive that stands alone. In a layer, a directory without an
+entry of its own keeps the attributes that it has in lower layers, and a hard link may point to a
+file of a lower layer. As with container engines, and unlike with tar, the entry of a hard link
+within the layer sets the attributes of the file.
 """
 
 import stat
@@ -27,18 +28,20 @@ from bootseer.errors import CorruptError
 from bootseer.prefetch.index.merge import LayerTree
 
 LEVEL = 1
-"""A layer is packed once, but by a node that may be short of CPUs: see docs/format/blob.md."""
+"""Compression level: a layer is packed once, but by a node that may be short of CPUs
+(docs/format/blob.md)."""
 _LINK_COST_BYTES = 500
 
 
-class _Layer(Unpacked):
-    """What the members so far would have made on disk, on top of unknown lower layers."""
+class _UnpackedLayer(Unpacked):
+    """Result of unpacking a layer's members on top of unknown lower layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._below: dict[bytes, bytes] = {}
-        self._below_in: dict[bytes, set[bytes]] = {}
-        """The links by the folders they lie in."""
+        self._lower_links: dict[bytes, bytes] = {}
+        """Path -> target of hard links to files of lower layers."""
+        self._lower_links_in: dict[bytes, set[bytes]] = {}
+        """Folder -> paths of such links in it."""
 
     def add(self, member: TarMember, extents: tuple[Extent, ...], digest: bytes | None) -> None:
         if member.is_hard_link:
@@ -47,18 +50,18 @@ class _Layer(Unpacked):
                 path = self._locate(member.path)
                 if not path:
                     raise CorruptError("the tar archive replaces its root by something else")
-                target = self._below.get(target, target)
+                target = self._lower_links.get(target, target)
                 self._remove(path)
                 self._charge(2 * len(path) + len(target) + _LINK_COST_BYTES)
-                self._below[path] = target
-                self._below_in.setdefault(path.rpartition(b"/")[0], set()).add(path)
+                self._lower_links[path] = target
+                self._lower_links_in.setdefault(path.rpartition(b"/")[0], set()).add(path)
                 return
         super().add(member, extents, digest)
         if member.is_hard_link:
             self._set_attributes(self._names[target], member)
 
     def _set_attributes(self, number: int, member: TarMember) -> None:
-        """Containerd and Docker set what a link's entry says on the file that it links to."""
+        # Containerd and Docker set the attributes of a link's entry on the file that it links to.
         inode = self._inodes[number]
         kind = stat.S_IFMT(inode.mode)
         self._inodes[number] = replace(
@@ -71,8 +74,11 @@ class _Layer(Unpacked):
         )
 
     def _target(self, link: bytes) -> bytes:
-        """Where a hard link points. Unlike `_locate` this makes no directories, which would
-        appear in this layer only because something below was linked to."""
+        """Return the path that a hard link points to.
+
+        Unlike `_locate` this adds no directories: the layer must not get one only because a link
+        points to a file of a lower layer.
+        """
         parts = [part for part in link.split(b"/") if part not in (b"", b".")]
         for count in range(1, len(parts)):
             number = self._names.get(b"/".join(parts[:count]))
@@ -84,16 +90,16 @@ class _Layer(Unpacked):
 
     def _remove(self, path: bytes) -> list[bytes]:
         gone = super()._remove(path)
-        if self._below.pop(path, None) is not None:
-            self._below_in[path.rpartition(b"/")[0]].discard(path)
+        if self._lower_links.pop(path, None) is not None:
+            self._lower_links_in[path.rpartition(b"/")[0]].discard(path)
         for folder in gone:
-            for link in self._below_in.pop(folder, ()):
-                del self._below[link]
+            for link in self._lower_links_in.pop(folder, ()):
+                del self._lower_links[link]
         return gone
 
     @property
     def implied(self) -> frozenset[bytes]:
-        """Paths of directories without a member of their own."""
+        """Return the paths of directories without a member of their own."""
         return frozenset(
             path
             for path, number in self._names.items()
@@ -102,18 +108,18 @@ class _Layer(Unpacked):
 
     @property
     def links(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Hard links to what lies below, unless a later member replaced them."""
-        return tuple(link for link in self._below.items() if link[0] not in self._names)
+        """Return (path, target) of the hard links to lower layers that no later member replaced."""
+        return tuple(link for link in self._lower_links.items() if link[0] not in self._names)
 
 
 def index_layer(stream: ReadableStream, stream_digest: Callable[[], str]) -> LayerTree:
-    """The tree of a layer's uncompressed tar, whose stream the caller keeps; reads to its end, and
-    then asks for its digest. No file has a digest in the tree: contents are only passed over.
+    """Return the tree of a layer's uncompressed tar, without digests of files.
 
-    Raises: as `pack_layer`.
+    Reads `stream`, which the caller stores, to its end, and then calls `stream_digest`. Raises: as
+    `pack_layer`.
     """
     reader = TarReader(stream)
-    layer = _Layer()
+    layer = _UnpackedLayer()
     for member in reader:
         layer.add(member, extents_of(member, reader.position), None)
         reader.skip_padded(member.stored_bytes)
@@ -123,35 +129,33 @@ def index_layer(stream: ReadableStream, stream_digest: Callable[[], str]) -> Lay
     return LayerTree(tree, layer.implied, layer.links)
 
 
-class _Passed:
-    """Takes the place of a blob's writer where the stream is stored already."""
+class _NullWriter:
+    """A `TarWriter` that writes nothing, for a stream that is stored already."""
 
     frame_bytes = FRAME_BYTES
     position = 0
 
     def reserve(self, length: int) -> None:
-        """Nothing is cut."""
+        pass
 
     def cut(self) -> None:
-        """Nothing is cut."""
+        pass
 
     def write(self, *pieces: bytes | memoryview) -> None:
-        """Count."""
         self.position += sum(map(len, pieces))
 
 
 def read_layer(stream: ReadableStream, blob: Blob) -> LayerTree:
-    """Return the tree of a layer's uncompressed tar, with the files' digests; reads to its end.
-    `blob` is where that stream is stored.
+    """Return the tree of a layer's uncompressed tar, which `blob` stores, with digests of files.
 
-    Raises: as `pack_layer`.
+    Reads `stream` to its end. Raises: as `pack_layer`.
     """
-    return _read(stream, _Passed(), lambda: blob)
+    return _read(stream, _NullWriter(), lambda: blob)
 
 
 def _read(stream: ReadableStream, writer: TarWriter, finish: Callable[[], Blob]) -> LayerTree:
     reader = TarReader(stream)
-    layer = _Layer()
+    layer = _UnpackedLayer()
     for member in reader:
         layer.add(member, *copy_member(reader, writer, member))
     copy_end(reader, writer)
@@ -165,9 +169,9 @@ def pack_layer(
     *,
     diff_id: str | None = None,
 ) -> LayerTree:
-    """Write the blob of a layer's uncompressed tar to `sink`; reads `stream` to its end, of which
-    the caller verifies that it has the digest `diff_id`, if given.
+    """Write the blob of a layer's uncompressed tar to `sink`; read `stream` to its end.
 
+    `diff_id`: the digest of `stream`, which the caller verifies; without one it is computed.
     Raises: CorruptError, UnsupportedError, as `pack.tar_packing.pack_tar`; OSError of the sink.
     """
     with FrameWriter(

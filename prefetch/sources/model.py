@@ -1,17 +1,14 @@
-"""What every image source becomes: a reference, a configuration, and layers that can be packed.
+"""Image sources and their layers: the interface between kinds of source and `publish.indexing`.
 
-The joint between the kinds of source (directory, OCI layout, archive, engine, and whatever comes
-later) and `publish.indexing`, which knows none of them. A new kind is one function that returns
-an `ImageSource`, mostly of `TarLayer`s whose `open_stored` reads the layer from wherever it is.
+A kind of source (directory, OCI layout, archive, engine, registry) is one function that returns an
+`ImageSource`. Its layers are mostly `TarLayer`s, whose `open_stored` opens the layer's bytes.
 
-Threading: layers of one source may be packed from several threads at once, each layer by one.
+Several threads may pack layers of one source at once, each layer by one thread.
 """
 
 import contextlib
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from msgspec import Struct, field
@@ -24,7 +21,7 @@ from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import ImageConfig
 from bootseer.prefetch.sources.layer_tar import index_layer, pack_layer
-from bootseer.prefetch.sources.stream import Expected, TarStream
+from bootseer.prefetch.sources.stream import ExpectedLayer, ReadAhead, tar_stream
 
 _log = logging.getLogger(__name__)
 
@@ -33,46 +30,51 @@ Sink = Callable[[bytes], None]
 
 
 class Layer(Protocol):
-    """One layer of an image, not yet packed."""
+    """Layer of an image, not yet packed."""
 
     @property
     def digest(self) -> str | None:
-        """SHA-256 of the uncompressed tar, known beforehand: what the store shares the layer by,
-        however it was compressed. None where only packing tells (a directory)."""
+        """Digest of the uncompressed tar, by which images in a store share the layer.
+
+        None for a directory, whose digest is known only after packing.
+        """
         ...
 
     @property
     def size_bytes(self) -> int | None:
-        """What packing will report as progress in all, where that is known."""
+        """Sum of the progress that packing reports, or None if unknown."""
         ...
 
     @property
     def registry_digest(self) -> str | None:
-        """Digest of the stored bytes in the registry that the image is read from, if it is."""
+        """Digest of the stored bytes in the image's registry; None for any other source."""
         ...
 
     def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
-        """Write the layer to `sink`, an empty file that can be read, too, as a blob, or the seek
-        points of the layer; the result's only blob is the one written, or the layer, with every
-        digest of the source verified. `on_progress` is called from any thread and may raise to end
-        the packing.
+        """Write the layer's blob, or its seek points, to `sink`, and verify the source's digests.
 
+        Args:
+            sink: An empty file that can be read as well.
+            on_progress: Gets counts of bytes from any thread; may raise to end the packing.
+
+        Returns: The layer's tree. Its only blob is the one written, or the layer in its registry.
         Raises: CorruptError, NotFoundError, UnavailableError, NoSpaceError.
         """
         ...
 
     def pull(self, sink: Sink, on_progress: Callable[[int], None]) -> LayerTree:
-        """Give `sink` the layer's tar stream piece by piece; the result's only blob is that stream,
-        on this node alone. Only when this returns has the stream been verified.
+        """Pass the layer's tar stream to `sink` piece by piece; verified once this returns.
 
-        Files may lack a digest in the tree, which else is the one that `pack` gives.
-        `on_progress` and what is raised: as for `pack`; and what `sink` raises.
+        Files in the tree may lack digests that `pack` computes. `on_progress`: as for `pack`.
+
+        Returns: The layer's tree. Its only blob is that stream, which is on this node alone.
+        Raises: as `pack`, and any error of `sink`.
         """
         ...
 
 
-class _Kept:
-    """What is read from `stream` is given to `sink`, too."""
+class _TeeStream:
+    """A stream whose bytes go to a sink as they are read."""
 
     def __init__(self, stream: ReadableStream, sink: Sink, *, is_hashed: bool) -> None:
         self._stream = stream
@@ -89,36 +91,35 @@ class _Kept:
 
     @property
     def digest(self) -> str | None:
-        """Returns the digest of what was read, where the cache knows it by no other."""
+        """Return the BLAKE3 digest of the bytes read, or None if they are not hashed."""
         return None if self._hash is None else f"blake3:{self._hash.hexdigest()}"
 
 
 class TarLayer(Struct, frozen=True):
-    """A layer that is kept as a tar, gzip- or zstd-compressed or not."""
+    """A layer stored as a tar: plain, or compressed with gzip or zstd."""
 
     digest: str
     """The `diff_id` in the image's configuration."""
     size_bytes: int
-    """The size of the stored (compressed) bytes, which progress counts."""
+    """Size of the stored (compressed) bytes, which progress counts."""
     stored_digest: str | None
-    """The digest of the stored bytes; None where the source does not know it."""
+    """Digest of the stored bytes, or None if the source has none."""
     open_stored: Callable[[], BinaryIO]
     """Opens the stored bytes for one read from start to end."""
     limits: ExpansionLimits = field(default_factory=ExpansionLimits)
     registry_digest: str | None = None
-    """`stored_digest`, where the layer can be read from a registry by ranges."""
+    """See `Layer.registry_digest`."""
     is_copied: bool = True
-    """Whether `pack` copies the layer; else it only finds the seek points of what the registry has,
-    where it can."""
+    """Whether `pack` copies the layer; if not, it finds seek points, where the layer has any."""
 
     def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
         """See `Layer.pack`."""
         if not self.is_copied and self.registry_digest is not None:
-            # Imported late: not every start comes here.
+            # Imported late: most starts copy their layers.
             from bootseer.prefetch.sources.seekable import write_seek_points
 
             try:
-                with self._named():
+                with self._errors_name_layer():
                     return write_seek_points(
                         self.open_stored(), self._expected, sink, self.limits, on_progress
                     )
@@ -126,31 +127,30 @@ class TarLayer(Struct, frozen=True):
                 _log.info("the layer is copied: %s", error)
                 sink.seek(0)
                 sink.truncate()
-        with self._stream(on_progress) as stream, self._named():
+        with self._stream(on_progress) as stream, self._errors_name_layer():
             known = self.digest if self.digest.startswith("sha256:") else None
             layer = pack_layer(stream, sink, diff_id=known)
-            # The digests are compared at the very end, which is reached only by asking for more.
             stream.finish()
             return layer
 
     def pull(self, sink: Sink, on_progress: Callable[[int], None]) -> LayerTree:
         """See `Layer.pull`."""
-        with self._stream(on_progress) as stream, self._named():
-            kept = _Kept(stream, sink, is_hashed=not self.digest.startswith("sha256:"))
-            layer = index_layer(kept, lambda: kept.digest or self.digest)
+        with self._stream(on_progress) as stream, self._errors_name_layer():
+            # The node cache finds streams by SHA-256 or BLAKE3 only.
+            tee = _TeeStream(stream, sink, is_hashed=not self.digest.startswith("sha256:"))
+            layer = index_layer(tee, lambda: tee.digest or self.digest)
             stream.finish()
             return layer
 
     @property
-    def _expected(self) -> Expected:
-        return Expected(self.digest, self.size_bytes, self.stored_digest)
+    def _expected(self) -> ExpectedLayer:
+        return ExpectedLayer(self.digest, self.size_bytes, self.stored_digest)
 
-    def _stream(self, on_progress: Callable[[int], None]) -> TarStream:
-        return TarStream(self.open_stored(), self._expected, self.limits, on_progress)
+    def _stream(self, on_progress: Callable[[int], None]) -> ReadAhead:
+        return tar_stream(self.open_stored(), self._expected, self.limits, on_progress)
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """What refuses the tar says which layer it is."""
+    def _errors_name_layer(self) -> Iterator[None]:
         name = self._expected.name
         try:
             yield
@@ -161,32 +161,26 @@ class TarLayer(Struct, frozen=True):
 
 
 class ImageSource(Closing, Struct, frozen=True):
-    """An opened image. Close it: an engine's image lies in a temporary file until then."""
+    """An opened image. Close it: an image of a Docker engine holds a temporary file until then."""
 
     reference: str
-    """The name it is catalogued under unless the user gives one."""
+    """Name of the image in a catalogue, unless the user gives one."""
     identity: str | None
     """Digest of the image's configuration, as Docker shows it; None for a directory."""
     config: ImageConfig
     layers: Sequence[Layer]
-    """The lowest first."""
+    """The layers from the lowest up."""
     release: Callable[[], None] = field(default=lambda: None)
     manifest_digest: str | None = None
-    """What a registry knows this image, for this platform, by; None for other sources."""
+    """Digest of the platform's manifest in a registry; None for other sources."""
 
     def close(self) -> None:
-        """Give up files and connections."""
+        """Release files and connections."""
         self.release()
 
 
-def name_of(path: Path) -> str:
-    """A reference for an image that has no name of its own, from the name of its file."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.resolve().name).strip("-._")
-    return name[:100] or "image"
-
-
 def layer_count_checked(count: int, config: ImageConfig, where: str) -> None:
-    """Raises InvalidInputError unless each of `count` layers has its digest in `config`."""
+    """Raise InvalidInputError unless `config` has the digests of exactly `count` layers."""
     if count != len(config.diff_ids):
         raise InvalidInputError(
             f"{where}: the manifest lists {count} layers, the configuration "

@@ -1,7 +1,7 @@
 """An image in a registry: `registry://HOST[:PORT]/NAME[:TAG|@sha256:DIGEST]`.
 
-Names are Docker's: without a host it is Docker Hub. Documents are verified against the digests
-that name them, a tag being whatever the registry says; layers are verified by who reads them.
+Names are Docker's: a name without a host is on Docker Hub. Documents are compared with the digests
+that name them; a tag is whatever the registry says it is. Layers are verified as they are read.
 """
 
 from pathlib import Path
@@ -9,8 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, UnsupportedError
-from bootseer.prefetch.sources.documents import Manifest, parse_manifest
-from bootseer.prefetch.sources.layout import image_of
+from bootseer.prefetch.sources.documents import image_of, parse_manifest
 from bootseer.prefetch.sources.model import ImageSource
 from bootseer.registry.client import RegistryClient, open_registry_client
 from bootseer.registry.documents import DOCUMENT_BYTES_MAX
@@ -33,11 +32,15 @@ def open_registry(
     deadline_s: float = 60.0,
     copies: bool = True,
 ) -> ImageSource:
-    """The image called `name` (what follows registry://), for this machine's platform.
+    """Open the image called `name`, for this machine's platform.
 
-    `hosts_dir` has the mirrors, as containerd's certs.d. No single wait is longer than
-    `deadline_s`; streams of layers survive broken connections. `copies`: whether packing a layer
-    copies it, see `TarLayer.is_copied`.
+    Streams of layers survive broken connections.
+
+    Args:
+        name: The part of the source behind `registry://`.
+        hosts_dir: Configures mirrors, as containerd's certs.d.
+        deadline_s: The longest single wait.
+        copies: Whether packing a layer copies it (`TarLayer.is_copied`).
 
     Raises: InvalidInputError, NotFoundError, PermissionDeniedError, UnavailableError,
     DeadlineError, CorruptError, UnknownFormatError, UnsupportedError.
@@ -49,30 +52,23 @@ def open_registry(
     reference = parse_image_name(name)
     client = open_registry_client(reference, hosts_dir=hosts_dir, deadline_s=deadline_s)
     try:
-        document = client.for_this_machine(client.manifest(reference.target), str(reference))
-        manifest = parse_manifest(document.data, str(reference))
-        return _source(client, reference, document.digest, manifest, copies=copies)
+        return _open_image(client, reference, copies=copies)
     except BaseException:
         client.close()
         raise
 
 
 def store_name(reference: Reference) -> str:
-    """What the image is called in a store. Pure."""
-    # No name in a store has the brackets of an IPv6 address, nor begins with a colon.
+    """Return the name of the image in a store. Pure."""
+    # Names in a store have no brackets, as IPv6 addresses do, and do not begin with a colon.
     name = str(reference).replace("[", "").replace("]", "")
     return f"0{name}" if name.startswith(":") else name
 
 
-def _source(
-    client: RegistryClient,
-    reference: Reference,
-    digest: str,
-    manifest: Manifest,
-    *,
-    copies: bool,
-) -> ImageSource:
-    where = f"{reference} ({digest})"
+def _open_image(client: RegistryClient, reference: Reference, *, copies: bool) -> ImageSource:
+    document = client.for_this_machine(client.manifest(reference.target), str(reference))
+    manifest = parse_manifest(document.data, str(reference))
+    where = f"{reference} ({document.digest})"
     if manifest.config.media_type not in _CONFIG_TYPES:
         raise InvalidInputError(
             f"{where} is no container image but an artifact ({manifest.config.media_type[:100]})"
@@ -98,5 +94,5 @@ def _source(
             for layer in image.layers
         ],
         client.close,
-        manifest_digest=digest,
+        manifest_digest=document.digest,
     )

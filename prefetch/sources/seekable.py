@@ -1,11 +1,9 @@
-"""Finds the seek points of a gzip layer, and proves them on all of the layer.
+"""Search for the seek points of a gzip layer, and verification of them on the whole layer.
 
 The layer is copied from its source, its digest compared, and decompressed once by `indexed_gzip`
-(zlib's zran), which notes where deflate blocks begin. Then every span is decompressed as a reader
-of the image will do it, and the stream that these make up must have the layer's `diff_id`. So no
-mistake of that library, or of ours, is published. docs/format/seekpoints.md has the format.
-
-Threading: one call is one layer.
+(zlib's zran), which records where deflate blocks begin. Then every span is decompressed as a reader
+of the image will decompress it, and all spans together must have the layer's `diff_id`: a mistake
+of the library or of this module is never published. docs/format/seekpoints.md has the format.
 """
 
 import hashlib
@@ -31,16 +29,15 @@ from bootseer.blob.tree import Blob
 from bootseer.errors import CorruptError, UnsupportedError
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.sources.layer_tar import read_layer
-from bootseer.prefetch.sources.read_ahead import ReadAhead
-from bootseer.prefetch.sources.stream import Expected
+from bootseer.prefetch.sources.stream import ExpectedLayer, ReadAhead
 
 SPAN_BYTES = 2**20
-"""Output between two seek points, at least: docs/decisions/0038-seek-points.md measures others."""
+"""Least output between two seek points; docs/decisions/0038-seek-points.md measures others."""
 _GZIP = b"\x1f\x8b\x08"
 _STEP_BYTES = 2**24
-"""Output between two looks at how far the layer has expanded."""
+"""Output between two checks of the layer's expansion."""
 _LEVEL = 3
-"""Higher ones make the windows 5 % smaller, and take ten times as long."""
+"""Higher levels make the windows 5 % smaller and take ten times as long."""
 
 # The export of indexed_gzip: header, table, windows (zran.c, zran_export_index).
 _EXPORT = struct.Struct("<5sBBQQIII")
@@ -49,11 +46,11 @@ _EXPORT_MAGIC = b"GZIDX"
 _EXPORT_VERSION = 1
 
 
-class _Block(Struct, frozen=True):
+class _DeflateBlock(Struct, frozen=True):
     """Start of a deflate block."""
 
     offset: int
-    """Of the first whole byte, in the gzip file."""
+    """Offset of the first whole byte in the gzip file."""
     stream_offset: int
     unused_bits: int
     window: bytes
@@ -61,26 +58,27 @@ class _Block(Struct, frozen=True):
 
 def write_seek_points(
     stored: BinaryIO,
-    expected: Expected,
+    expected: ExpectedLayer,
     sink: BinaryIO,
     limits: ExpansionLimits,
     on_progress: Callable[[int], None],
     span_bytes: int = SPAN_BYTES,
 ) -> LayerTree:
-    """Write the seek points of the layer `stored`, which is closed, to `sink`, an empty file that
-    can be read, too. The result's only blob is the layer, read by them.
+    """Write the seek points of the layer `stored` to `sink`; close `stored`.
 
-    `on_progress` gets counts of stored bytes, and may raise to end it.
+    `sink` is an empty file that can be read as well. `on_progress` gets counts of stored bytes, and
+    may raise to end the work.
 
-    Raises: UnsupportedError for a layer that is not gzip, or where seek points cannot be found;
-    CorruptError, NotFoundError, UnavailableError.
+    Returns: The layer's tree, whose only blob is the layer as its seek points divide it.
+    Raises: UnsupportedError if the layer is not gzip or seek points cannot be found; CorruptError,
+    NotFoundError, UnavailableError.
     """
     digest = expected.stored_digest or ""
     if not digest.startswith("sha256:"):
         raise UnsupportedError(f"the {expected.name} is not named by SHA-256")
     _copy(stored, expected, sink, on_progress)
     blocks = _find_blocks(sink, expected, limits, span_bytes, on_progress)
-    frames, points = _cut(sink, blocks, span_bytes)
+    frames, points = _divide(sink, blocks, span_bytes)
     found = SeekPoints(digest, expected.size_bytes, points)
     data = seek_points.encode(found)
     blob = Blob(
@@ -90,14 +88,9 @@ def write_seek_points(
         expected.diff_id,
         blocks[-1].stream_offset,
     )
-    ahead = ReadAhead(_proven(sink, found, blob, on_progress), "layer-reader")
-    try:
-        layer = read_layer(ahead, blob)
-        # The digest is compared at the very end, which is reached only by asking for more.
-        while ahead.read(PIECE_BYTES):
-            pass
-    finally:
-        ahead.close()
+    with ReadAhead(_verified_stream(sink, found, blob, on_progress), "layer-reader") as stream:
+        layer = read_layer(stream, blob)
+        stream.finish()
     sink.seek(0)
     sink.truncate()
     sink.write(data)
@@ -105,9 +98,9 @@ def write_seek_points(
 
 
 def _copy(
-    stored: BinaryIO, expected: Expected, sink: BinaryIO, on_progress: Callable[[int], None]
+    stored: BinaryIO, expected: ExpectedLayer, sink: BinaryIO, on_progress: Callable[[int], None]
 ) -> None:
-    """Copy the gzip file. Raises: CorruptError unless it has its size and digest."""
+    """Copy the gzip file. Raises: CorruptError unless size and digest are as expected."""
     hasher, size_bytes = hashlib.sha256(), 0
     with stored:
         while piece := stored.read(PIECE_BYTES):
@@ -129,13 +122,15 @@ def _copy(
 
 def _find_blocks(
     file: BinaryIO,
-    expected: Expected,
+    expected: ExpectedLayer,
     limits: ExpansionLimits,
     span_bytes: int,
     on_progress: Callable[[int], None],
-) -> list[_Block]:
-    """Return blocks at least `span_bytes` of output apart, the first at the start of the file, and
-    behind them the end of the file. Raises: CorruptError, UnsupportedError."""
+) -> list[_DeflateBlock]:
+    """Return blocks at least `span_bytes` of output apart, from the first one of the file.
+
+    The last item stands for the end of the file. Raises: CorruptError, UnsupportedError.
+    """
     try:
         from indexed_gzip import IndexedGzipFile, ZranError
     except ImportError as error:
@@ -145,13 +140,13 @@ def _find_blocks(
     total_bytes = 0
     try:
         with (
-            # The library wants a file that is opened for reading only; this one has no name.
+            # The library wants a file that is opened for reading only, and `file` has no name.
             Path(f"/proc/self/fd/{file.fileno()}").open("rb") as source,
             IndexedGzipFile(
                 fileobj=source, spacing=span_bytes, window_size=seek_points.WINDOW_BYTES
             ) as reader,
         ):
-            # To seek notes points by the way; to read would decompress all once more.
+            # Seeking records points on the way; reading would decompress everything once more.
             while True:
                 wanted_bytes = total_bytes + _STEP_BYTES
                 reader.seek(wanted_bytes)
@@ -162,14 +157,17 @@ def _find_blocks(
                     break
             exported = io.BytesIO()
             reader.export_index(fileobj=exported)
-            blocks = [_with_window(block, reader) for block in _parsed(exported.getvalue())]
+            blocks = [_with_window(block, reader) for block in _parse_export(exported.getvalue())]
     except (ZranError, EOFError, OSError) as error:
         raise CorruptError(f"the {expected.name} cannot be decompressed: {error}") from error
-    return [*blocks, _Block(expected.size_bytes, total_bytes, 0, b"")]
+    return [*blocks, _DeflateBlock(expected.size_bytes, total_bytes, 0, b"")]
 
 
-def _with_window(block: _Block, reader: BinaryIO) -> _Block:
-    """Return a block that has the bytes between its cut and itself, also where a member begins."""
+def _with_window(block: _DeflateBlock, reader: BinaryIO) -> _DeflateBlock:
+    """Return the block with a window that reaches back to the cut before it.
+
+    The library exports no window for the first block of a gzip member.
+    """
     skipped = block.stream_offset % UNIT_BYTES
     if block.window or not skipped:
         return block
@@ -177,7 +175,7 @@ def _with_window(block: _Block, reader: BinaryIO) -> _Block:
     return replace(block, window=reader.read(skipped))
 
 
-def _parsed(export: bytes) -> list[_Block]:
+def _parse_export(export: bytes) -> list[_DeflateBlock]:
     magic, version, _, _, _, _, window_bytes, count = _EXPORT.unpack_from(export)
     if magic != _EXPORT_MAGIC or version != _EXPORT_VERSION:
         raise UnsupportedError(
@@ -189,22 +187,22 @@ def _parsed(export: bytes) -> list[_Block]:
         export[_EXPORT.size : start]
     ):
         end = start + (window_bytes if has_window else 0)
-        blocks.append(_Block(offset, stream_offset, unused_bits, export[start:end]))
+        blocks.append(_DeflateBlock(offset, stream_offset, unused_bits, export[start:end]))
         start = end
     return blocks
 
 
-def _cut(
-    file: BinaryIO, blocks: list[_Block], span_bytes: int
+def _divide(
+    file: BinaryIO, blocks: list[_DeflateBlock], span_bytes: int
 ) -> tuple[FrameTable, list[SeekPoint]]:
-    """Return the frames of the file, and their seek points.
+    """Divide the file into frames of at least `span_bytes` of output, each with its seek point.
 
-    `blocks` ends with the end of the file. Frames are `span_bytes` of output long or more, also
-    where members of the file, as in eStargz, are shorter.
+    Shorter gzip members, as eStargz has them, are joined. The last item of `blocks` stands for the
+    end of the file.
     """
     size_bytes, stream_length = blocks[-1].offset, blocks[-1].stream_offset
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
-    # The first block lies behind the file's header, which is a part of its span.
+    # The first span includes the gzip header in front of the first block.
     offsets, cuts = array("Q", [0]), array("Q", [0])
     points = [SeekPoint(True, 0, 0, 0, b"")]
     for block in blocks[:-1]:
@@ -231,10 +229,10 @@ def _pairs(starts: "array[int]", end: int) -> Iterator[tuple[int, int]]:
     return zip(starts, [*starts[1:], end], strict=True)
 
 
-def _proven(
+def _verified_stream(
     file: BinaryIO, points: SeekPoints, blob: Blob, on_progress: Callable[[int], None]
 ) -> Iterator[bytes]:
-    """Yield the layer's stream, as readers decompress it. Raises: CorruptError at its end."""
+    """Yield the layer's stream, decompressed span by span. Raises: CorruptError at its end."""
     hasher = hashlib.new(blob.stream_digest.partition(":")[0])
     for number, frame in enumerate(blob.frames):
         data = os.pread(file.fileno(), frame.length, frame.offset)

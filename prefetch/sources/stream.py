@@ -1,59 +1,160 @@
 """A layer's tar stream: decompressed ahead of its reader, bounded, and verified to the last byte.
 
-Three threads besides the reader's: one reads the source, one decompresses, one hashes what that
-gives, each a few MiB ahead of the next. Memory is bounded by these; nothing seeks. Neither the
-declared size nor the stored bytes are believed: a layer that goes on past its size, expands beyond
-`ExpansionLimits`, or contains something else is refused.
+Three threads besides the reader's: one reads the source, one decompresses, one hashes the
+decompressed bytes, each a few MiB ahead of the next. All three do their work in libraries that
+release the GIL, so they overlap. Their queues bound the memory, and nothing seeks. A layer that
+is longer than its documents say, expands beyond `ExpansionLimits`, or has another content is
+refused.
 
-The manifest's digest of the stored bytes is not computed: what is used of a layer is its content,
-the digest of which is in the image's configuration, which the manifest names by digest. Without
-SHA instructions it would take a twelfth of the time that a layer takes in all.
+The manifest's digest of the compressed bytes is not computed: the configuration, which the manifest
+names by digest, has the digest of the content. On processors without SHA instructions the second
+digest would add a twelfth to the time of a layer.
 
-Threading: a stream belongs to one reader; close it from that thread.
+A stream and a `ReadAhead` belong to one reader each, which closes them.
 """
 
 import hashlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, Self
 
 from msgspec import Struct
 
 from bootseer.blob.tar.inflate import ERRORS, PIECE_BYTES, ExpansionLimits, decompress
-from bootseer.errors import BootseerError, CorruptError, from_oserror
-from bootseer.prefetch.sources.read_ahead import ReadAhead
+from bootseer.errors import BootseerError, CorruptError, DeadlineError, from_oserror
 
-_HASHED_LATER_COUNT = 8
+_QUEUED_PIECES_MAX = 8
+WAIT_S = 300.0
+"""Sources have shorter deadlines of their own; this one ends the wait for a source without any."""
+_POLL_S = 0.2
+_JOIN_S = 5.0
+"""A thread ends after the piece that it is working on; a thread that hangs in a source is left."""
 
 
-class Expected(Struct, frozen=True):
-    """What the image's documents say of a layer."""
+class ReadAhead:
+    """Pieces of a stream made in a thread of their own, a bounded number ahead of their reader."""
+
+    def __init__(
+        self, pieces: Iterator[bytes], name: str, on_wait: Callable[[], None] | None = None
+    ) -> None:
+        """Start the thread `name`, which iterates over `pieces`.
+
+        The reader calls `on_wait` a few times per second while it waits; an exception from
+        `on_wait` ends the wait.
+        """
+        self._pieces = pieces
+        self._on_wait = on_wait
+        self._queue: queue.Queue[bytes | BaseException | None] = queue.Queue(_QUEUED_PIECES_MAX)
+        self._stopped = threading.Event()
+        self._rest = b""
+        self._ended = False
+        self._thread = threading.Thread(target=self._produce, name=name, daemon=True)
+        self._thread.start()
+
+    def _put(self, item: bytes | BaseException | None) -> bool:
+        while not self._stopped.is_set():
+            try:
+                self._queue.put(item, timeout=_POLL_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def _produce(self) -> None:
+        try:
+            for piece in self._pieces:
+                if piece and not self._put(piece):
+                    return
+            self._put(None)
+        except BaseException as error:
+            # The reader raises it.
+            self._put(error)
+        finally:
+            close = getattr(self._pieces, "close", None)
+            if close is not None:
+                close()
+
+    def read(self, size: int = -1) -> bytes:
+        """Return at most `size` bytes, a whole piece if it is not longer; b"" at the end.
+
+        A negative size returns all remaining bytes. Raises: DeadlineError, and any error of the
+        pieces or of `on_wait`.
+        """
+        if size < 0:
+            return b"".join(iter(lambda: self.read(2**62), b""))
+        piece = self._rest or self._next()
+        if len(piece) <= size:
+            self._rest = b""
+            return piece
+        self._rest = piece[size:]
+        return piece[:size]
+
+    def _next(self) -> bytes:
+        deadline_s = time.monotonic() + WAIT_S
+        while not self._ended:
+            try:
+                item = self._queue.get(timeout=_POLL_S)
+            except queue.Empty:
+                if self._on_wait:
+                    self._on_wait()
+                if time.monotonic() > deadline_s:
+                    raise DeadlineError(
+                        f"the source of an image sent nothing, or too little, for {WAIT_S:.0f} s"
+                    ) from None
+                continue
+            if isinstance(item, bytes):
+                return item
+            self._ended = True
+            if item is not None:
+                raise item
+        return b""
+
+    def finish(self) -> None:
+        """Read and drop the remaining bytes, so that checks at the end of the pieces are made."""
+        while self.read(PIECE_BYTES):
+            pass
+
+    def close(self) -> None:
+        """Stop the thread. Idempotent."""
+        self._stopped.set()
+        self._thread.join(_JOIN_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ExpectedLayer(Struct, frozen=True):
+    """Digests and size of a layer, as the image's documents state them."""
 
     diff_id: str
     """Digest of the uncompressed tar."""
     size_bytes: int
-    """The size of the stored bytes."""
+    """Size of the stored bytes."""
     stored_digest: str | None
-    """What the source calls the stored bytes, for messages; None where it has no name for them."""
+    """Digest of the stored bytes, or None if the source has none."""
 
     @property
     def name(self) -> str:
-        """Returns the name of the layer in messages."""
+        """Return the name of the layer for messages."""
         return f"layer {self.stored_digest or self.diff_id}"
 
 
-class _Stored:
-    """The stored bytes as they pass: counted, never more than declared."""
+class _StoredBytes:
+    """The stored bytes of a layer: counted, and never more of them than expected."""
 
     def __init__(
-        self, source: BinaryIO, expected: Expected, on_progress: Callable[[int], None]
+        self, source: BinaryIO, expected: ExpectedLayer, on_progress: Callable[[int], None]
     ) -> None:
         self._expected = expected
         self._on_progress = on_progress
         self.count_bytes = 0
         self._ahead = ReadAhead(
-            _pieces(source, expected), "layer-source", on_wait=lambda: on_progress(0)
+            _source_pieces(source, expected), "layer-source", on_wait=lambda: on_progress(0)
         )
 
     def read(self, size: int) -> bytes:
@@ -68,7 +169,7 @@ class _Stored:
         return data
 
     def finish(self) -> None:
-        """Read what is left and check the size. Raises: CorruptError."""
+        """Read the remaining bytes and check the size. Raises: CorruptError."""
         while self.read(PIECE_BYTES):
             pass
         expected = self._expected
@@ -78,17 +179,16 @@ class _Stored:
             )
 
     def close(self) -> None:
-        """End its thread."""
         self._ahead.close()
 
 
-def _pieces(source: BinaryIO, expected: Expected) -> Iterator[bytes]:
+def _source_pieces(source: BinaryIO, expected: ExpectedLayer) -> Iterator[bytes]:
     with source:
         while True:
             try:
                 data = source.read(PIECE_BYTES)
             except BootseerError:
-                raise  # most are OSErrors, too, and say already what failed
+                raise  # Most are OSErrors as well, and their message is complete.
             except OSError as error:
                 raise from_oserror(error, f"read the {expected.name}") from error
             if not data:
@@ -96,31 +196,27 @@ def _pieces(source: BinaryIO, expected: Expected) -> Iterator[bytes]:
             yield data
 
 
-def decompressed(
+def _decompressed(
     source: BinaryIO,
-    expected: Expected,
+    expected: ExpectedLayer,
     limits: ExpansionLimits,
     on_progress: Callable[[int], None],
 ) -> Iterator[bytes]:
-    """The uncompressed tar in pieces; closes `source`. `on_progress` is called with counts of
-    stored bytes, with 0 while none come, and may raise to end it.
-
-    Raises: CorruptError, at the end at the latest; UnsupportedError for other compressions.
-    """
-    stored = _Stored(source, expected, on_progress)
-    sha = _BackgroundHash(expected.diff_id.partition(":")[0])
+    """Yield the uncompressed tar in pieces; close `source`. Raises: as `tar_stream`."""
+    stored = _StoredBytes(source, expected, on_progress)
+    content = _BackgroundHash(expected.diff_id.partition(":")[0])
     try:
         count_bytes = 0
         try:
             for piece in decompress(stored.read, expected.name):
                 count_bytes += len(piece)
                 limits.check(stored.count_bytes, count_bytes, expected.name)
-                sha.update(piece)
+                content.update(piece)
                 yield piece
         except ERRORS as error:
             raise CorruptError(f"the {expected.name} cannot be decompressed: {error}") from error
         stored.finish()
-        found = sha.finish()
+        found = content.finish()
         if found != expected.diff_id:
             raise CorruptError(
                 f"the {expected.name} contains {found}, but the image's configuration says "
@@ -128,58 +224,43 @@ def decompressed(
             )
     finally:
         stored.close()
-        sha.close()
+        content.close()
 
 
-class TarStream:
-    """Reads the tar; `finish` reads the rest, so that all digests have been checked."""
+def tar_stream(
+    source: BinaryIO,
+    expected: ExpectedLayer,
+    limits: ExpansionLimits,
+    on_progress: Callable[[int], None],
+) -> ReadAhead:
+    """Return a reader of the uncompressed tar of a layer; it takes over `source`, the stored bytes.
 
-    def __init__(
-        self,
-        source: BinaryIO,
-        expected: Expected,
-        limits: ExpansionLimits,
-        on_progress: Callable[[int], None],
-    ) -> None:
-        """Takes `source`, the stored bytes, over."""
-        self._ahead = ReadAhead(decompressed(source, expected, limits, on_progress), "layer-reader")
+    The content is verified once the reader's `finish` has returned. `on_progress` gets counts of
+    stored bytes, 0 while none come, and may raise to end the reading.
 
-    def read(self, size: int = -1) -> bytes:
-        """The next bytes, at most `size` and maybe fewer; b"" at the end.
-
-        Raises: CorruptError and others of the source.
-        """
-        return self._ahead.read(size)
-
-    def finish(self) -> None:
-        """Raises: CorruptError unless every byte was as the image's documents say."""
-        while self.read(PIECE_BYTES):
-            pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ahead.close()
+    Reading raises: CorruptError, at the latest at the end; UnsupportedError for an unknown
+    compression; any error of the source.
+    """
+    return ReadAhead(_decompressed(source, expected, limits, on_progress), "layer-reader")
 
 
 class _BackgroundHash:
-    """Like an object of `hashlib`, but `update` returns before the piece is hashed.
+    """A `hashlib` object whose `update` returns before the piece is hashed.
 
-    SHA-256 takes longer than most of what happens to a layer's bytes, so it has a thread of its
-    own, which `close` ends. At most `_HASHED_LATER_COUNT` pieces wait for it. One caller.
+    SHA-256 takes longer than most other work on a layer, so it has a thread of its own, which
+    `close` ends. At most `_QUEUED_PIECES_MAX` pieces wait for it. One caller.
     """
 
     def __init__(self, algorithm: str) -> None:
-        """Raises: ValueError where there is no such algorithm."""
-        self.name = algorithm
+        """Raise ValueError if the algorithm is unknown."""
+        self._name = algorithm
         self._hash = hashlib.new(algorithm)
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(_HASHED_LATER_COUNT)
+        self._room = threading.Semaphore(_QUEUED_PIECES_MAX)
         self._thread: threading.Thread | None = None
 
     def update(self, data: bytes) -> None:
-        """Take the next piece, which must not change any more."""
+        """Queue the next piece, which must not change any more."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="hash", daemon=True)
             self._thread.start()
@@ -192,9 +273,9 @@ class _BackgroundHash:
             self._room.release()
 
     def finish(self) -> str:
-        """`ALGORITHM:HEX` of all pieces. Nothing may be added after this."""
+        """Return `ALGORITHM:HEX` of all pieces; `update` must not be called after this."""
         self.close()
-        return f"{self.name}:{self._hash.hexdigest()}"
+        return f"{self._name}:{self._hash.hexdigest()}"
 
     def close(self) -> None:
         """End the thread. Idempotent."""

@@ -1,5 +1,6 @@
-"""Trees that are not ours: record what a start touches below a directory, read it ahead next time.
+"""Warming of directories that Bootseer does not serve, such as an environment on Lustre or NFS.
 
-For an environment on Lustre or NFS, or an image that another snapshotter serves. Needs neither root
-nor an index: names come from the kernel's notifications, pages from the page cache.
+A start is recorded (names from the kernel's notifications, pages from the page cache); later starts
+read the recorded ranges ahead. Needs neither root nor an index. Public: `request`, `plan`,
+`reader`, `record`, `state`. May import of `prefetch`: nothing.
 """

@@ -1,7 +1,7 @@
-"""Regular files below a directory, by paths that a record names: opened without leaving it.
+"""Opening of regular files below a directory, by untrusted paths, without leaving the directory.
 
-No component may be a symbolic link, and nothing but a regular file is opened, so that neither a
-planted link nor a planted record leads elsewhere. A `Beneath` belongs to one thread.
+No component of a path may be a symbolic link, and only regular files are opened, so neither a
+planted link nor a forged record leads elsewhere. A `FilesBeneath` belongs to one thread.
 """
 
 import os
@@ -10,13 +10,12 @@ import stat
 from bootseer.base.closing import Closing
 from bootseer.store.local.beneath import open_directory
 
-# A pipe or device that takes a file's place must not hold us up.
+# O_NONBLOCK: opening a pipe or device in the place of a file must not wait.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
-class Beneath(Closing):
-    """Opens files below `root`. Keeps the folder that was used last open: paths that follow each
-    other often share it."""
+class FilesBeneath(Closing):
+    """Regular files below `root`. Keeps the last folder open: successive paths often share it."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -24,13 +23,13 @@ class Beneath(Closing):
         self._fd = -1
 
     def stat(self, path: bytes) -> os.stat_result:
-        """Returns the status of the file itself, not of a link's target. Raises: OSError."""
+        """Return the status of a file, without following a link. Raises: OSError."""
         return os.stat(self._name(path), dir_fd=self._fd, follow_symlinks=False)
 
     def open(self, path: bytes) -> int:
-        """A descriptor to read a regular file. Raises: OSError."""
+        """Open a regular file for reading, and return its descriptor. Raises: OSError."""
         name = self._name(path)
-        # Before it is opened: opening a device may do something.
+        # Checked before the file is opened, because opening a device may have effects.
         if not stat.S_ISREG(os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mode):
             raise FileNotFoundError(f"{os.fsdecode(path)} is no regular file")
         fd = os.open(name, _FLAGS, dir_fd=self._fd)
@@ -49,7 +48,7 @@ class Beneath(Closing):
         return name
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the folder. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

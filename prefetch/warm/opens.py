@@ -1,9 +1,8 @@
-"""Which files below a directory are opened, in order: fanotify(7) on its mount, or inotify(7).
+"""Watches that report opened files below a directory, in order, by fanotify(7) or inotify(7).
 
-Alone owns these two interfaces. fanotify needs CAP_SYS_ADMIN and no preparation, but sees only
-opens through the very mount that it marks. inotify needs no privilege and sees every open of the
-files, also through bind mounts in other namespaces, but wants a watch for each directory. A watch
-belongs to one thread.
+fanotify needs CAP_SYS_ADMIN and no preparation, but reports only opens through the mount that it
+marks. inotify needs no privilege and reports every open, also through bind mounts in other
+namespaces, but needs a watch for each directory. A watch belongs to one thread.
 """
 
 import contextlib
@@ -31,31 +30,34 @@ _AT_FDCWD = -100
 _IN_OPEN, _IN_Q_OVERFLOW, _IN_ISDIR = 0x20, 0x4000, 0x40000000
 _IN_ONLYDIR, _IN_DONT_FOLLOW = 0x01000000, 0x02000000
 _IN_EVENT = struct.Struct("=iIII")  # wd mask cookie len
-# One read(2). Each event of fanotify costs a descriptor meanwhile.
+# Size of one read(2): each event of fanotify holds a descriptor until it is handled.
 _READ_BYTES = 64 * _FAN_EVENT.size
 _INOTIFY_READ_BYTES = 1 << 16
-# Rounds of reading before others of the thread get their turn.
+# Reads per call of `opened`, so that the caller can do other work.
 _ROUNDS = 64
 
 DIRECTORY_COUNT_MAX = 2**17
-"""Each watch of inotify pins about 1 kB of kernel memory: 128 MB at the most."""
+"""Directories that inotify may watch: each watch pins about 1 kB of kernel memory."""
 
 
 class OpenWatch(Protocol):
-    """Reports opens below a directory from its making on."""
+    """Watch of a directory, which reports opened files from its construction on."""
 
     method: str
     is_lossy: bool
-    """Events were dropped: the kernel's queue was full."""
+    """Whether the kernel dropped events because its queue was full."""
 
     def fileno(self) -> int:
-        """Readable while there are events."""
+        """Return a descriptor that is readable while there are events."""
 
     def opened(self) -> Iterator[bytes]:
-        """Paths of files opened since the last call, relative to the directory. Never waits."""
+        """Yield the paths, relative to the directory, of files opened since the last call.
+
+        Never waits.
+        """
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the watch. Idempotent."""
 
 
 @cache
@@ -70,15 +72,14 @@ def _check(result: int, what: str) -> int:
 
 
 class FanotifyWatch:
-    """Opens through the mount that holds `root`. Raises: UnsupportedError."""
+    """Watch of the opens through the mount that holds `root`. Raises: UnsupportedError."""
 
     method = "fanotify"
 
     def __init__(self, root: str) -> None:
         self.is_lossy = False
         self._prefix = os.fsencode(root).rstrip(b"/") + b"/"
-        # Regular files only have a descriptor that is safe to get: what opens a pipe here is told
-        # of it as anybody, and gets one that nobody reads from.
+        # O_NONBLOCK: each event carries a descriptor that the kernel opens for us, even of a pipe.
         self._fd = _check(
             _libc().fanotify_init(
                 _FAN_CLOEXEC | _FAN_NONBLOCK | _FAN_UNLIMITED_QUEUE,
@@ -102,18 +103,16 @@ class FanotifyWatch:
             raise
 
     def fileno(self) -> int:
-        """Readable while there are events."""
         return self._fd
 
     def opened(self) -> Iterator[bytes]:
-        """Paths of files opened since the last call."""
         for _ in range(_ROUNDS):
             try:
                 data = os.read(self._fd, _READ_BYTES)
             except BlockingIOError:
                 return
             except OSError:
-                # Of one event whose file cannot be opened any more; the next read goes on.
+                # The file of an event can no longer be opened; the next read goes on behind it.
                 continue
             offset = 0
             while offset + _FAN_EVENT.size <= len(data):
@@ -139,17 +138,16 @@ class FanotifyWatch:
         return path[len(self._prefix) :] if path.startswith(self._prefix) else None
 
     def close(self) -> None:
-        """Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 class InotifyWatch:
-    """Opens of files in any directory below `root` that is there now.
+    """Watch of the opens in all directories that are below `root` now.
 
-    Raises: UnsupportedError where they are more than the user's limit of watches allows, or than
-    can be watched within `timeout_s`.
+    Raises: UnsupportedError if there are more directories than the user's limit of watches allows,
+    or than can be watched within `timeout_s`.
     """
 
     method = "inotify"
@@ -181,16 +179,14 @@ class InotifyWatch:
                 raise UnsupportedError(
                     f"{root} has more directories than fs.inotify.max_user_watches allows"
                 )
-            # Else it has gone, or may not be read; then nobody opens what it holds by its name.
+            # Any other failure: the directory was removed, or its files cannot be opened either.
             if number >= 0:
                 self._folders[number] = folder + b"/" if folder else b""
 
     def fileno(self) -> int:
-        """Readable while there are events."""
         return self._fd
 
     def opened(self) -> Iterator[bytes]:
-        """Paths of files opened since the last call."""
         for _ in range(_ROUNDS):
             try:
                 data = os.read(self._fd, _INOTIFY_READ_BYTES)
@@ -207,15 +203,17 @@ class InotifyWatch:
                     yield self._folders[number] + name
 
     def close(self) -> None:
-        """Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def directories(root: str) -> Iterator[bytes]:
-    """Every directory below `root`, itself as b"" first, relative to it; none of another file
-    system, and no symbolic link is followed. What cannot be listed is left out."""
+    """Yield the path of every directory below `root`, relative to it, beginning with b"".
+
+    Directories of other file systems and those that cannot be listed are left out; symbolic links
+    are not followed.
+    """
     top = os.fsencode(root)
     device = os.stat(top).st_dev
     todo = [b""]

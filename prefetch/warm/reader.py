@@ -1,8 +1,7 @@
-"""Reads what a plan says into the page cache: several files at once, each from start to end.
+"""Reading of planned ranges into the page cache: several files at once, each in ascending order.
 
-Alone owns the pace: a thread has one window of at most WINDOW_BYTES under way, so that the faults
-of the start that goes on meanwhile find the storage no busier than that. `read_ahead` starts its
-threads and waits for them; what it is given must be safe to call from them.
+Each thread reads one window of at most WINDOW_BYTES at a time, so that page faults of the start do
+not wait behind more than that at the storage.
 """
 
 import contextlib
@@ -15,34 +14,34 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.prefetch.warm.beneath import Beneath
-from bootseer.prefetch.warm.plan import Job, Plan
-from bootseer.prefetch.warm.record import Range
-from bootseer.prefetch.warm.residency import is_cached, may_ask
+from bootseer.prefetch.warm.beneath import FilesBeneath
+from bootseer.prefetch.warm.plan import WarmJob, WarmPlan
+from bootseer.prefetch.warm.record import FileRange
+from bootseer.prefetch.warm.residency import is_cached, is_residency_known
 
 _log = logging.getLogger(__name__)
 
 WINDOW_BYTES = 2**20
-"""One request to a stripe of Lustre, eight of 128 KiB to anything with the kernel's defaults."""
+"""One request to a stripe of Lustre; eight requests of 128 KiB with the kernel's defaults."""
 
 _ADVICE_BYTES_MIN = 128 * 1024
-"""The kernel cuts each advice to the device's read-ahead, but not below its default
-(force_page_cache_readahead): asking for more in one call asks for no more than this."""
+"""Least bytes for which an advice takes effect. The kernel cuts each advice to the device's
+read-ahead, but not below this default (force_page_cache_readahead)."""
 
 DEFAULT_THREAD_COUNT = 4
 _POLL_S = 0.05
 
 
-class Figures(Struct):
-    """What a read-ahead did."""
+class WarmFigures(Struct):
+    """Counts of a read-ahead."""
 
     read_bytes: int = 0
     cached_bytes: int = 0
-    """Bytes of the plan that were in the page cache before it was read."""
+    """Bytes that were in the page cache already."""
     file_count: int = 0
-    """Parts of files that are as they were recorded."""
+    """Parts of files that were read."""
     stale_count: int = 0
-    """Files that have changed since, or have gone."""
+    """Files that were changed or removed since the record."""
     stale_bytes: int = 0
     failed_count: int = 0
     """Files that could not be opened or read."""
@@ -50,29 +49,29 @@ class Figures(Struct):
     is_complete: bool = False
 
 
-class _ReadAhead:
-    def __init__(self, root: str, plan: Plan, stop: Callable[[], bool]) -> None:
+class _ReadAheadThreads:
+    def __init__(self, root: str, plan: WarmPlan, stop: Callable[[], bool]) -> None:
         self._root = root
         self._stop = stop
         self._advice_bytes = _advice_bytes(root)
         self._lock = threading.Lock()
-        self._jobs: Iterator[Job] = iter(plan.jobs)
+        self._jobs: Iterator[WarmJob] = iter(plan.jobs)
         self._stale: set[bytes] = set()
         self._running_count = 0
         self.on_bytes: Callable[[int], None] = lambda count: None
-        self.figures = Figures()
+        self.figures = WarmFigures()
         self.ended = threading.Event()
 
     def start(self, thread_count: int) -> None:
         self._running_count = thread_count
         for number in range(thread_count):
-            # Daemons: one that hangs in a dead file system must not outlive the deadline.
+            # Daemons, because a thread that hangs in a dead file system must not keep the process.
             threading.Thread(target=self._run, name=f"warm-{number}", daemon=True).start()
 
     def _run(self) -> None:
         try:
             scratch = memoryview(bytearray(WINDOW_BYTES))
-            with Beneath(self._root) as beneath:
+            with FilesBeneath(self._root) as beneath:
                 while not self._stop():
                     with self._lock:
                         job = next(self._jobs, None)
@@ -80,7 +79,7 @@ class _ReadAhead:
                         return
                     self._do(beneath, job, scratch)
         except Exception:
-            # The others go on, and the start needs none of them.
+            # The other threads go on.
             _log.exception("a thread of the read-ahead ended")
         finally:
             with self._lock:
@@ -89,7 +88,7 @@ class _ReadAhead:
                     self.figures.is_complete = next(self._jobs, None) is None and not self._stop()
                     self.ended.set()
 
-    def _do(self, beneath: Beneath, job: Job, scratch: memoryview) -> None:
+    def _do(self, beneath: FilesBeneath, job: WarmJob, scratch: memoryview) -> None:
         file = job.file
         try:
             status = beneath.stat(file.path)
@@ -117,20 +116,20 @@ class _ReadAhead:
         finally:
             os.close(fd)
 
-    def _failed(self, job: Job, error: OSError) -> None:
+    def _failed(self, job: WarmJob, error: OSError) -> None:
         _log.info("cannot read %s ahead: %s", os.fsdecode(job.file.path), error.strerror)
         with self._lock:
             self.figures.failed_count += 1
 
-    def _read(self, fd: int, found: Range, scratch: memoryview) -> None:
+    def _read(self, fd: int, found: FileRange, scratch: memoryview) -> None:
         for offset in range(found.offset, found.end, WINDOW_BYTES):
             if self._stop():
                 return
-            window = Range(offset, min(WINDOW_BYTES, found.end - offset))
-            is_there = may_ask(fd) and is_cached(fd, window)
+            window = FileRange(offset, min(WINDOW_BYTES, found.end - offset))
+            is_there = is_residency_known(fd) and is_cached(fd, window)
             if not is_there:
-                # All of the window is asked for at once, however little the file system reads
-                # ahead; the read then waits for it, and does the same where the advice is void.
+                # The advice requests all of the window at once, however little the file system
+                # reads ahead; the read below waits for it, or reads itself if there was no effect.
                 with contextlib.suppress(OSError):
                     for at in range(window.offset, window.end, self._advice_bytes):
                         length = min(self._advice_bytes, window.end - at)
@@ -146,17 +145,17 @@ class _ReadAhead:
 
 
 def _advice_bytes(root: str) -> int:
-    """How much one advice may ask for on the file system of `root`."""
+    """Return the number of bytes that one advice may cover on the file system of `root`."""
     try:
         device = os.stat(root).st_dev
         folder = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}")
         size_bytes = int((folder / "read_ahead_kb").read_text()) * 1024
     except (OSError, ValueError):
-        return _ADVICE_BYTES_MIN  # overlayfs and others have no device of their own
+        return _ADVICE_BYTES_MIN  # Overlayfs and others have no device of their own.
     return min(max(size_bytes, _ADVICE_BYTES_MIN), WINDOW_BYTES)
 
 
-def _read_fully(fd: int, window: Range, scratch: memoryview) -> bool:
+def _read_fully(fd: int, window: FileRange, scratch: memoryview) -> bool:
     done = 0
     while done < window.length:
         count = os.preadv(fd, [scratch[done : window.length]], window.offset + done)
@@ -168,28 +167,29 @@ def _read_fully(fd: int, window: Range, scratch: memoryview) -> bool:
 
 def read_ahead(
     root: str,
-    plan: Plan,
+    plan: WarmPlan,
     *,
     thread_count: int = DEFAULT_THREAD_COUNT,
     deadline_s: float,
     stop: Callable[[], bool] = lambda: False,
     on_bytes: Callable[[int], None] = lambda count: None,
-) -> Figures:
-    """Read the plan's files below `root`; returns at the end, at `stop`, or after `deadline_s`.
+) -> WarmFigures:
+    """Read the plan's files below `root`, until `stop` returns True or `deadline_s` have passed.
 
-    Never raises for a file. Threads that hang at the deadline are left behind.
+    Several threads call `stop` and `on_bytes`. Errors of files are counted and not raised. Threads
+    that hang at the deadline are left behind.
     """
     started_s = time.monotonic()
 
     def is_over() -> bool:
         return time.monotonic() - started_s > deadline_s or stop()
 
-    work = _ReadAhead(root, plan, is_over)
+    work = _ReadAheadThreads(root, plan, is_over)
     work.on_bytes = on_bytes
     work.start(max(1, min(thread_count, len(plan.jobs))))
     while not work.ended.wait(_POLL_S) and not is_over():
         pass
-    # A thread that is not stuck sees the end within a window.
+    # A thread that does not hang ends after its window.
     work.ended.wait(1.0)
     work.figures.seconds = time.monotonic() - started_s
     return work.figures

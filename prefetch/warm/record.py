@@ -1,7 +1,6 @@
-"""What a start touches below a directory: the record, its codec, and how records merge.
+"""Warm records: file ranges that starts read below a directory; merging, codec and keys.
 
-Alone owns the format (docs/format/warm.md) and the keys of records in the store. Pure but for the
-three functions that are given a store.
+docs/format/warm.md has the format. Pure but for the three functions that take a store.
 """
 
 import hashlib
@@ -23,60 +22,59 @@ RANGE_COUNT_MAX = 2**20
 ENCODED_BYTES_MAX = 32 * 2**20
 _DECODED_BYTES_MAX = 128 * 2**20
 _TIME_NS_MAX = 2**63 * 10**9
-"""The latest time: 64 bits of seconds, as file systems have them."""
+"""File systems have at most 64 bits of seconds."""
 _PATH_BYTES_MAX = 4096
 _RANGES_OF_A_FILE_MAX = 2**16
 
 
-class Range(NamedTuple):
-    """Bytes `[offset, offset + length)` of a file."""
+class FileRange(NamedTuple):
+    """Bytes `[offset, end)` of a file."""
 
     offset: int
     length: int
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
         return self.offset + self.length
 
 
 class WarmFile(Struct, frozen=True):
-    """A file below the directory, and what of it was touched."""
+    """File below the directory, with the ranges that were read."""
 
     path: bytes
-    """Relative to the directory: plain components only."""
+    """Path relative to the directory, without "." and ".."."""
     size_bytes: int
     mtime_ns: int
-    ranges: tuple[Range, ...]
-    """Sorted and apart. Empty: it was opened, and nothing of it stayed in the page cache."""
+    ranges: tuple[FileRange, ...]
+    """Sorted and disjoint. Empty if the file was opened, but none of it was in the page cache."""
 
     @property
     def range_bytes(self) -> int:
-        """How much of it was touched."""
+        """Return the sum of the ranges' lengths."""
         return sum(found.length for found in self.ranges)
 
 
 class WarmRecord(Struct, frozen=True):
-    """What starts of one workload touched below one directory."""
+    """File ranges that starts of one workload read below one directory."""
 
     identity: str
-    """The directory, as `identity_of` names it."""
+    """Identity of the directory (`identity_of`)."""
     workload: str
     method: str
-    """How the newest recording knew the files: "fanotify", "inotify" or "residency"."""
+    """Method of the newest recording: "fanotify", "inotify" or "residency"."""
     recording_count: int
     recorded_ns: int
     """Wall clock of the newest recording, ns since 1970."""
     files: tuple[WarmFile, ...]
-    """The files in the order in which the newest start opened them, where its method knows that."""
+    """Files in the order in which the newest start opened them, if its method tells."""
 
     @property
     def range_bytes(self) -> int:
-        """How much is worth having early."""
+        """Return the sum of all files' ranges."""
         return sum(file.range_bytes for file in self.files)
 
 
-class _Header(Struct, frozen=True):
+class _WarmHeader(Struct, frozen=True):
     identity: str
     workload: str
     method: Annotated[str, Meta(max_length=20)]
@@ -85,14 +83,14 @@ class _Header(Struct, frozen=True):
     file_count: Annotated[int, Meta(ge=0, le=FILE_COUNT_MAX)]
 
 
-_HEADER_FORM: DocumentFormat[_Header] = DocumentFormat(
-    type=_Header,
+_HEADER_FORM: DocumentFormat[_WarmHeader] = DocumentFormat(
+    type=_WarmHeader,
     kind="bootseer-warm",
     kind_member="format",
     versions=(1,),
     size_max=64 * 1024,
 )
-# A path, the file's size and time of change, and by turns offsets and lengths of its ranges.
+# Path, size and modification time of a file, and alternating offsets and lengths of its ranges.
 _Line = tuple[PathBytes, Count64, int, tuple[Count64, ...]]
 _LINES_FORM: DocumentFormat[list[_Line]] = DocumentFormat(
     type=list[_Line], size_max=_DECODED_BYTES_MAX
@@ -100,31 +98,31 @@ _LINES_FORM: DocumentFormat[list[_Line]] = DocumentFormat(
 
 
 def identity_of(directory: str, name: str | None) -> str:
-    """Names a directory to all nodes: by its real path, or by the name that the user gave."""
+    """Return the identity of a directory on all nodes: its real path, or the user's name for it."""
     return f"name:{name}" if name else f"path:{directory}"
 
 
 def key_of(identity: str, workload: str) -> str:
-    """Returns the key of the record in the store, which also names it on a node."""
+    """Return the key of the record in the store."""
     digest = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
     return f"warm/{digest}/{workload}"
 
 
-def normalized(ranges: Iterable[Range], gap_bytes: int = 0) -> tuple[Range, ...]:
-    """Sorted, and joined where they touch or leave at most `gap_bytes` between them. Pure."""
-    joined: list[Range] = []
+def normalized(ranges: Iterable[FileRange], gap_bytes: int = 0) -> tuple[FileRange, ...]:
+    """Sort ranges, and join those with at most `gap_bytes` between them. Pure."""
+    joined: list[FileRange] = []
     for found in sorted(ranges):
         if joined and found.offset <= joined[-1].end + gap_bytes:
             last = joined[-1]
-            joined[-1] = Range(last.offset, max(last.end, found.end) - last.offset)
+            joined[-1] = FileRange(last.offset, max(last.end, found.end) - last.offset)
         else:
             joined.append(found)
     return tuple(joined)
 
 
-def without(ranges: Iterable[Range], known: Iterable[Range]) -> tuple[Range, ...]:
-    """What of `ranges` is not in `known`; both sorted and apart. Pure."""
-    left: list[Range] = []
+def subtract(ranges: Iterable[FileRange], known: Iterable[FileRange]) -> tuple[FileRange, ...]:
+    """Return the parts of `ranges` that are not in `known`; both sorted and disjoint. Pure."""
+    rest: list[FileRange] = []
     known = tuple(known)
     position = 0
     for found in ranges:
@@ -134,19 +132,19 @@ def without(ranges: Iterable[Range], known: Iterable[Range]) -> tuple[Range, ...
         at = position
         while at < len(known) and known[at].offset < found.end:
             if known[at].offset > start:
-                left.append(Range(start, known[at].offset - start))
+                rest.append(FileRange(start, known[at].offset - start))
             start = max(start, known[at].end)
             at += 1
         if start < found.end:
-            left.append(Range(start, found.end - start))
-    return tuple(left)
+            rest.append(FileRange(start, found.end - start))
+    return tuple(rest)
 
 
-def merge(old: WarmRecord | None, new: WarmRecord) -> WarmRecord:
-    """The union of both. Pure.
+def merge_records(old: WarmRecord | None, new: WarmRecord) -> WarmRecord:
+    """Return the union of both records. Pure.
 
-    A file that has another size or time of change in `new` counts with what `new` says alone: it
-    is another file. Too many files: those of `old` go first.
+    If size or modification time of a file differ, the ranges of `old` are dropped. If there are too
+    many files, those of `old` are dropped first.
     """
     if old is None:
         return new
@@ -164,16 +162,16 @@ def merge(old: WarmRecord | None, new: WarmRecord) -> WarmRecord:
 
 
 def bounded(files: Iterable[WarmFile]) -> tuple[WarmFile, ...]:
-    """As many of `files`, from the first on, as a record may hold. Pure.
+    """Return the first files, as many as a record may hold. Pure.
 
-    A file in absurdly many pieces is taken as one.
+    A file with too many ranges gets a single range that covers them.
     """
     kept: list[WarmFile] = []
     range_count = 0
     for file in files:
         if len(file.ranges) > _RANGES_OF_A_FILE_MAX:
             first, last = file.ranges[0], file.ranges[-1]
-            file = replace(file, ranges=(Range(first.offset, last.end - first.offset),))
+            file = replace(file, ranges=(FileRange(first.offset, last.end - first.offset),))
         range_count += len(file.ranges)
         if len(kept) == FILE_COUNT_MAX or range_count > RANGE_COUNT_MAX:
             break
@@ -182,8 +180,8 @@ def bounded(files: Iterable[WarmFile]) -> tuple[WarmFile, ...]:
 
 
 def encode(record: WarmRecord) -> bytes:
-    """The record as zstd-compressed JSON lines. Deterministic."""
-    header = _Header(
+    """Return the record as zstd-compressed JSON lines. Deterministic."""
+    header = _WarmHeader(
         record.identity,
         record.workload,
         record.method,
@@ -191,7 +189,7 @@ def encode(record: WarmRecord) -> bytes:
         record.recorded_ns,
         len(record.files),
     )
-    # JSON has no bytes: a path that is not UTF-8 travels as lone surrogates, escaped.
+    # JSON has no bytes: a path that is not UTF-8 is written with lone surrogates, escaped.
     lines = [_HEADER_FORM.encode(header).decode("ascii")]
     for file in record.files:
         path = json.dumps(file.path.decode("utf-8", "surrogateescape"))
@@ -202,7 +200,7 @@ def encode(record: WarmRecord) -> bytes:
 
 
 def decode(data: bytes, identity: str, workload: str) -> WarmRecord:
-    """The record of `identity` and `workload`.
+    """Decode the record of `identity` and `workload`.
 
     Raises: CorruptError, also for the record of another directory; UnknownFormatError.
     """
@@ -236,7 +234,7 @@ def _file(path: bytes, size_bytes: int, mtime_ns: int, numbers: tuple[int, ...])
         raise ValueError("a time is out of range")
     if len(numbers) % 2:
         raise ValueError("a range has no length")
-    ranges = tuple(map(Range, numbers[::2], numbers[1::2]))
+    ranges = tuple(map(FileRange, numbers[::2], numbers[1::2]))
     end = -1
     for found in ranges:
         if found.offset <= end or found.length == 0 or found.end > size_bytes:
@@ -246,7 +244,10 @@ def _file(path: bytes, size_bytes: int, mtime_ns: int, numbers: tuple[int, ...])
 
 
 def read_record(store: Store, identity: str, workload: str) -> WarmRecord | None:
-    """None where there is none yet. Raises: as `decode`, UnavailableError, DeadlineError."""
+    """Read a record, or return None if there is none.
+
+    Raises: as `decode`; UnavailableError, DeadlineError.
+    """
     try:
         data = store.read(key_of(identity, workload), 0, ENCODED_BYTES_MAX + 1)
     except NotFoundError:
@@ -255,10 +256,10 @@ def read_record(store: Store, identity: str, workload: str) -> WarmRecord | None
 
 
 def publish_record(store: Store, record: WarmRecord) -> None:
-    """Store the record in place of what was there. Raises: BootseerError."""
+    """Store the record in place of any older one. Raises: BootseerError."""
     store.publish(key_of(record.identity, record.workload), encode(record), replace=True)
 
 
 def delete_record(store: Store, identity: str, workload: str) -> None:
-    """Deletes a record, so that the next start records anew. A missing one is no error."""
+    """Delete a record, so that the next start records anew. A missing record is no error."""
     store.delete(key_of(identity, workload))

@@ -1,56 +1,69 @@
-"""What `bootseer warm` was asked for, and its way to the process in the background.
+"""Requests to warm a directory, and the background process that carries one out.
 
-Pure but for `warm_request`, which looks at the directory, and `planned`, which looks at the memory
-that is left.
+Warming never costs a start more than a warning and a bounded wait. Main thread.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from bootseer.errors import InvalidInputError, NotFoundError, PermissionDeniedError
+from bootseer.base.redact import public_url
+from bootseer.errors import (
+    BootseerError,
+    DeadlineError,
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+)
+from bootseer.linux.locks import lock_file
 from bootseer.linux.processes import ProcessId
-from bootseer.prefetch.warm.plan import Plan, plan
 from bootseer.prefetch.warm.reader import DEFAULT_THREAD_COUNT
-from bootseer.prefetch.warm.record import WarmRecord, identity_of
+from bootseer.prefetch.warm.record import WarmRecord, identity_of, read_record
+from bootseer.prefetch.warm.recording import ARM_S
+from bootseer.prefetch.warm.state import node_paths, read_state
+from bootseer.served.processes import WARMER, start
+from bootseer.served.ready_socket import add_ready_names, new_ready_name
 from bootseer.settings.config import Settings
+from bootseer.store import open_store
 
 WINDOW_S = 120.0
-"""A record ends by then: a start is over, and training reads other things."""
+"""The longest record: by then the start is over, and training reads other files."""
 
 READ_DEADLINE_S = 600.0
-"""So does a read-ahead: what has not come by then, the command has read by itself."""
-_SHARE = 0.5
-_GROUPS = Path("/sys/fs/cgroup")
+"""The longest read-ahead: by then the command has read the rest itself."""
+
+_LOG_BYTES_MAX = 2**20
 
 
 class WarmRequest(Struct, frozen=True):
-    """One directory and workload, and how to go about them."""
+    """Request to warm one directory for one workload."""
 
     directory: str
-    """Its real path."""
+    """Real path of the directory."""
     identity: str
     workload: str
     store_url: str
     run_dir: str
     deadline_s: float
     always_record: bool = False
-    """Record also where there is a record; the union is kept."""
+    """Record even if there is a record; the union of both is stored."""
     method: str = "auto"
     window_s: float = WINDOW_S
     memory_bytes: int | None = None
-    """What may be read ahead; None: as `budget_bytes` says."""
+    """Bytes that may be read ahead; None: `plan.memory_budget_bytes`."""
     thread_count: int = DEFAULT_THREAD_COUNT
     read_deadline_s: float = READ_DEADLINE_S
     process: ProcessId | None = None
-    """The command's process. When it ends, so does all of this."""
+    """Process of the command. Warming ends with it."""
     ready_name: str = ""
-    """The name of the socket on which `bootseer.ready()` of the command is heard."""
+    """Name of the socket that `bootseer.ready()` of the command sends to."""
 
 
 def warm_request(settings: Settings, directory: Path, name: str | None) -> WarmRequest:
-    """The request for a directory that is there.
+    """Return the request for an existing directory.
 
     Raises: NotFoundError, InvalidInputError, PermissionDeniedError.
     """
@@ -72,57 +85,50 @@ def warm_request(settings: Settings, directory: Path, name: str | None) -> WarmR
     )
 
 
-def planned(request: WarmRequest, record: WarmRecord) -> Plan:
-    """What of a record is to be read ahead on this node now."""
-    return plan(record, budget_bytes() if request.memory_bytes is None else request.memory_bytes)
+def stored_record(request: WarmRequest) -> WarmRecord:
+    """Return the record in the store. Raises: NotFoundError, and as `read_record`."""
+    with open_store(request.store_url, deadline_s=request.deadline_s) as store:
+        record = read_record(store, request.identity, request.workload)
+    if record is None:
+        raise NotFoundError(
+            f"{public_url(request.store_url)} has no record of {request.directory} for the "
+            f"workload {request.workload}; make one with `bootseer warm {request.directory} -- "
+            "COMMAND`"
+        )
+    return record
 
 
-def shortage(request: WarmRequest, work: Plan) -> str:
-    """A sentence for people where memory does not hold all of the record, else "". Pure."""
-    if not work.left_out_bytes:
-        return ""
-    return (
-        f"the memory takes {work.planned_bytes >> 20} MiB of what {request.directory} has on "
-        f"record, {work.left_out_bytes >> 20} MiB are not read ahead; see --memory"
-    )
+def start_warming(request: WarmRequest) -> str:
+    """Start recording or reading ahead in the background, for this process.
 
-
-def budget_bytes(meminfo: Path = Path("/proc/meminfo"), groups: Path = _GROUPS) -> int:
-    """What a read-ahead may fill of the page cache: half of the memory available to this process,
-    on this machine and in its control group. More would push out what was read ahead before, and
-    the job's own pages."""
-    limits = [_available_bytes(meminfo), *_group_limits(groups)]
-    return int(min(limits) * _SHARE)
-
-
-def _available_bytes(meminfo: Path) -> int:
-    for line in meminfo.read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _group_limits(groups: Path) -> list[int]:
-    """What each control group (version 2) around this process has left, page cache counted as
-    free: it is what gives way."""
+    Returns once the command may start: a warning for the user, or "". Never raises if warming
+    fails. The environment is changed so that `bootseer.ready()` of the command ends a recording.
+    """
+    request = replace(request, process=ProcessId.of(os.getpid()), ready_name=new_ready_name())
     try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    own = next((line[3:] for line in lines if line.startswith("0::")), "/")
-    found = []
-    folder = groups / own.lstrip("/")
-    while folder.is_relative_to(groups):
+        warning = _start(request)
+    except (BootseerError, OSError) as error:
+        return f"{request.directory} is not warmed: {error}"
+    add_ready_names(os.environ, request.ready_name)
+    return warning
+
+
+def _start(request: WarmRequest) -> str:
+    paths = node_paths(Path(request.run_dir), request.identity, request.workload)
+    try:
+        os.close(lock_file(paths.lock, 0))
+    except TimeoutError:
+        # Another rank of this node warms the directory.
+        return ""
+    with contextlib.suppress(OSError):
+        if paths.log.stat().st_size > _LOG_BYTES_MAX:
+            paths.log.unlink()
+    with start(WARMER, Path(request.run_dir), identity=paths.log.stem, copy=True) as process:
         try:
-            limit = (folder / "memory.max").read_text().strip()
-            if limit != "max":
-                used = int((folder / "memory.current").read_text())
-                statistics = dict(
-                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
-                )
-                cache = int(statistics.get("inactive_file", 0))
-                found.append(max(int(limit) - used + cache, 0))
-        except (OSError, ValueError):
-            pass  # the root group has no limit, and an older system has no such group
-        folder = folder.parent
-    return found
+            process.tell(request)
+            process.wait(min(request.deadline_s, ARM_S) + 5.0)
+        except DeadlineError:
+            # A process that hangs would do so for ever.
+            process.kill()
+            raise
+    return str(read_state(paths.state).get("warning", ""))

@@ -1,7 +1,7 @@
-"""Which pages of a file are in the page cache.
+"""Cached pages of a file, found with mincore(2), which reads nothing.
 
-Alone owns the system call for that, mincore(2), which reads nothing. Not the newer cachestat(2): on
-overlayfs, where pages are those of the file below, it finds none. Stateless; any thread.
+Not the newer cachestat(2): on overlayfs, which caches pages of the lower file, it finds none.
+Stateless; any thread.
 """
 
 import ctypes
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.linux.processes import has_capability, is_in_user_namespace
-from bootseer.prefetch.warm.record import Range
+from bootseer.prefetch.warm.record import FileRange
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PROT_READ, _MAP_SHARED = 1, 1
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _CAP_FOWNER = 3
-# What one mincore(2) is asked about: its vector takes a byte per page.
+# Bytes that one mincore(2) covers: its vector takes a byte per page.
 _SPAN_BYTES = 2**30
 _LOWEST_BIT = bytes(value & 1 for value in range(256))
 
@@ -34,10 +34,10 @@ def _libc() -> Any:
     return libc
 
 
-def may_ask(fd: int) -> bool:
-    """Whether mincore(2) tells the truth about a file: to its owner and to who may write it.
+def is_residency_known(fd: int) -> bool:
+    """Return whether mincore(2) tells the truth about a file: to its owner and its writers.
 
-    To all others it says that every page is cached (Linux 5.2, against spying by page cache).
+    To all others it reports every page as cached (Linux 5.2, against page cache attacks).
     """
     owner = os.fstat(fd).st_uid
     return (
@@ -49,10 +49,9 @@ def may_ask(fd: int) -> bool:
 
 @cache
 def unmapped_owner() -> int | None:
-    """The user whom files seem to belong to whose owner is not of this user namespace, where that
-    can be.
+    """Return the user id shown for owners outside this user namespace; None in the initial one.
 
-    A capability of the namespace says nothing about those (capable_wrt_inode_uidgid).
+    A capability in the namespace does not apply to their files (capable_wrt_inode_uidgid).
     """
     try:
         if not is_in_user_namespace():
@@ -64,17 +63,16 @@ def unmapped_owner() -> int | None:
 
 @cache
 def has_fowner() -> bool:
-    """Whether this process has CAP_FOWNER, which counts as owning every file."""
+    """Return whether this process has CAP_FOWNER, which counts as owning every file."""
     return has_capability(_CAP_FOWNER)
 
 
-def cached_ranges(fd: int) -> tuple[Range, ...] | None:
-    """The cached parts of an open file, in whole pages but for its end; None where the kernel does
-    not tell us. Raises: OSError."""
-    if not may_ask(fd):
+def cached_ranges(fd: int) -> tuple[FileRange, ...] | None:
+    """Return the cached ranges of an open file, or None if unknown. Raises: OSError."""
+    if not is_residency_known(fd):
         return None
     size_bytes = os.fstat(fd).st_size
-    ranges: list[Range] = []
+    ranges: list[FileRange] = []
     for offset in range(0, size_bytes, _SPAN_BYTES):
         length = min(_SPAN_BYTES, size_bytes - offset)
         for start, end in _runs(_resident(fd, offset, length)):
@@ -82,12 +80,12 @@ def cached_ranges(fd: int) -> tuple[Range, ...] | None:
             last = min(offset + end * PAGE_BYTES, size_bytes)
             if ranges and ranges[-1].end == first:
                 first = ranges.pop().offset
-            ranges.append(Range(first, last - first))
+            ranges.append(FileRange(first, last - first))
     return tuple(ranges)
 
 
-def is_cached(fd: int, wanted: Range) -> bool:
-    """Whether all of a range is cached, of a file that `may_ask` holds for. Raises: OSError."""
+def is_cached(fd: int, wanted: FileRange) -> bool:
+    """Return whether a range is cached, for a file with known residency. Raises: OSError."""
     offset = wanted.offset - wanted.offset % PAGE_BYTES
     return 0 not in _resident(fd, offset, wanted.end - offset)
 
@@ -97,7 +95,7 @@ def _resident(fd: int, offset: int, length: int) -> bytes:
     address = libc.mmap(None, length, _PROT_READ, _MAP_SHARED, fd, offset)
     if address == _MAP_FAILED:
         if ctypes.get_errno() == errno.ENODEV:
-            # What cannot be mapped (FUSE with direct I/O) keeps no pages.
+            # A file that cannot be mapped (FUSE with direct I/O) has no cached pages.
             return bytes(-(-length // PAGE_BYTES))
         raise _error()
     try:
@@ -115,7 +113,7 @@ def _error() -> OSError:
 
 
 def _runs(vector: bytes) -> list[tuple[int, int]]:
-    """Returns the runs of ones as [start, end). Pure."""
+    """Return the runs of ones as (start, end). Pure."""
     runs = []
     start = vector.find(1)
     while start >= 0:

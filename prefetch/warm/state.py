@@ -1,8 +1,7 @@
-"""What warming does on this node: one JSON file per directory and workload, and one lock.
+"""State of warming on this node: `run_dir/warm/HASH-WORKLOAD.{json,lock}`.
 
-Alone owns `run_dir/warm`: `HASH-WORKLOAD.{json,lock}`. The lock is held by the one process that
-records or reads ahead: the other ranks of a node find it taken, and have nothing to do. Edge
-module; any thread.
+The process that records or reads ahead holds the lock; other ranks of the node find it locked and
+do nothing. Any thread.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ _STATE_FORM: DocumentFormat[dict[str, Any]] = DocumentFormat(type=dict[str, Any]
 
 
 class NodePaths(Struct, frozen=True):
-    """Paths of this node's files of one directory and workload."""
+    """Paths of the files of one directory and workload on this node."""
 
     state: Path
     lock: Path
@@ -32,7 +31,7 @@ class NodePaths(Struct, frozen=True):
 
 
 def node_paths(run_dir: Path, identity: str, workload: str) -> NodePaths:
-    """The paths, in a folder that exists. Raises: BootseerError."""
+    """Make the folder, and return the paths in it. Raises: BootseerError."""
     folder = run_dir / "warm"
     private_directory(folder)
     _, digest, _ = key_of(identity, workload).split("/")
@@ -45,18 +44,18 @@ def _log_of(run_dir: Path, name: str) -> Path:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Replace the state; readers see the old or the new one. Never raises: it only informs."""
+    """Replace the state in one step. Never raises: the state only informs users."""
     with contextlib.suppress(OSError):
         write_private_file(path, json.dumps(state).encode("ascii"))
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The last state; {} where there is none, or none of ours."""
+    """Return the last state; {} if there is none or it is damaged."""
     return read_private_file(path, _STATE_FORM) or {}
 
 
 def running_states(run_dir: Path) -> Iterator[tuple[dict[str, Any], Path]]:
-    """The state and the log of each process that warms now."""
+    """Yield the state and the log of each process that warms now."""
     for path in sorted((run_dir / "warm").glob("*.json")):
         if not path.with_suffix(".lock").exists():
             continue

@@ -14,7 +14,7 @@ from pathlib import Path
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
-from bootseer.fuse.kernel.server import Server
+from bootseer.fuse.kernel.server import FuseServer
 from bootseer.fuse.kernel.unmount import abort_connection, detach
 from bootseer.linux import mount_table
 from testbed.mounts.serving import start_server, stop_server
@@ -103,7 +103,7 @@ def short_options(**changes: object) -> MountOptions:
 @contextlib.contextmanager
 def mounted(
     operations: Operations, mountpoint: Path, options: MountOptions | None = None
-) -> Iterator[Server]:
+) -> Iterator[FuseServer]:
     """Serve `operations` on `mountpoint` (created if missing) from threads of this process.
 
     The mount is always gone at the end of the block. Touch it from child processes only.

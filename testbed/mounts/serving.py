@@ -11,7 +11,7 @@ from pathlib import Path
 from bootseer.errors import BootseerError, UnavailableError
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
-from bootseer.fuse.kernel.server import Server, attach
+from bootseer.fuse.kernel.server import FuseServer, attach
 from bootseer.linux.processes import wait_readable
 from bootseer.served.supervision.supervisor import StopSignal
 
@@ -21,7 +21,7 @@ def start_server(
     mountpoint: Path,
     options: MountOptions,
     on_end: Callable[[], None] | None = None,
-) -> Server:
+) -> FuseServer:
     """Mount, and serve from threads of this process. Raises: BootseerError."""
     attached = attach(mountpoint, options)
 
@@ -31,7 +31,7 @@ def start_server(
         if on_end is not None:
             on_end()
 
-    server = Server(operations, attached, options, on_end=end)
+    server = FuseServer(operations, attached, options, on_end=end)
     try:
         server.start(resend=False)
     except BaseException:
@@ -43,7 +43,7 @@ def start_server(
     return server
 
 
-def stop_server(server: Server) -> None:
+def stop_server(server: FuseServer) -> None:
     """Unmount and release everything. Raises: UnavailableError if a server thread failed."""
     server.unmount()
     if server.failure is not None:

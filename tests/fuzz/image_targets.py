@@ -34,7 +34,7 @@ from bootseer.prefetch.bundle.file import ExtentMap
 from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
 from bootseer.prefetch.cache.stream import checksum, encode_sums
 from bootseer.prefetch.record import hints, hotset, trace
-from bootseer.prefetch.record.touches import PAGE_BYTES, TOUCH_COUNT_MAX
+from bootseer.prefetch.record.hotset import PAGE_BYTES, TOUCH_COUNT_MAX
 from bootseer.prefetch.sources.layer_tar import index_layer
 from bootseer.prefetch.warm import record
 from tests.fuzz import samples
@@ -128,14 +128,16 @@ def _expanded(data: bytes) -> bytes:
 def _read_trace(data: bytes) -> None:
     found = trace.decode(zstandard.compress(data))
     assert all(access.offset + access.length <= 2**62 for access in found.accesses)
-    hot = hotset.merge(found.index_digest, found.workload, [found] * 3)
+    hot = hotset.merge_traces(found.index_digest, found.workload, [found] * 3)
     assert sum(r.length for r in hot.ranges) <= TOUCH_COUNT_MAX * PAGE_BYTES
     list(hotset.stream_ranges(hot, samples.tree()))
 
 
 def _warm() -> bytes:
     files = (
-        record.WarmFile(b"a", 10_000, 2**62, (record.Range(0, 10), record.Range(4096, 5000))),
+        record.WarmFile(
+            b"a", 10_000, 2**62, (record.FileRange(0, 10), record.FileRange(4096, 5000))
+        ),
         record.WarmFile(b"b/\xff", 0, -1, ()),
     )
     return _expanded(record.encode(record.WarmRecord("path:/x", "w", "fanotify", 2, 5, files)))
@@ -147,7 +149,7 @@ def _read_warm(data: bytes) -> None:
 
 
 def _hotset() -> bytes:
-    return _expanded(hotset.encode(hotset.merge(samples.INDEX, "w", [samples.trace()])))
+    return _expanded(hotset.encode(hotset.merge_traces(samples.INDEX, "w", [samples.trace()])))
 
 
 def _read_hotset(data: bytes) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bootseer.base.varints import delimited
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, UnknownFormatError
 from bootseer.fuse.kernel import wire
-from bootseer.fuse.kernel.dispatch import Answer, Dispatcher
+from bootseer.fuse.kernel.dispatch import Dispatcher, Reply
 from bootseer.fuse.kernel.operations import Caller, Operations
 from bootseer.kubernetes.webhook.plan import Cluster, answer
 from bootseer.prefetch.sources import documents
@@ -210,7 +210,7 @@ def _read_request(data: bytes) -> None:
     opcode, node = struct.unpack_from("<IQ", data)
     caller = Caller(0, 0, 1, 0)
     answer = _DISPATCHER.answer(opcode, caller, node, memoryview(data)[12:])
-    assert answer is None or isinstance(answer, Answer)
+    assert answer is None or isinstance(answer, Reply)
     if answer is not None:
         assert 0 <= answer.error <= 511
         assert not (answer.error and answer.body)

@@ -18,7 +18,7 @@ from bootseer.errors import (
     InvalidInputError,
     UnsupportedError,
 )
-from bootseer.http.transport import Response, Server, Transport
+from bootseer.http.transport import HttpServer, Response, Transport
 from bootseer.profile.publish.endpoints import Endpoint
 from bootseer.profile.publish.otlp_messages import encode_groups
 from bootseer.profile.publish.outgoing import TimelineLine
@@ -97,7 +97,7 @@ def _transport(endpoint: Endpoint) -> Transport:
             "OTEL_EXPORTER_OTLP_ENDPOINT is not an http:// or https:// URL"
         ) from None
     key = Path(endpoint.client_key) if endpoint.client_key else None
-    server = Server(
+    server = HttpServer(
         name=parts.netloc.rpartition("@")[2],
         base_url=own,
         ca_files=(Path(endpoint.certificate),) if endpoint.certificate else (),

@@ -15,7 +15,7 @@ from typing import Any
 
 from bootseer.base.documents import from_line, to_builtins, to_line
 from bootseer.fuse.kernel.backing import table_from_text, table_to_text
-from bootseer.fuse.kernel.connection import Connection
+from bootseer.fuse.kernel.connection import ConnectionFeatures
 from bootseer.fuse.kernel.server import Attached
 from bootseer.linux.scripts import python_environment
 
@@ -73,7 +73,7 @@ def read_document(left: int) -> tuple[dict[str, Any], Attached]:
         document["device"],
         document["device_minor"],
         Path(document["path"]),
-        Connection(**document["connection"]),
+        ConnectionFeatures(**document["connection"]),
         table_from_text(table) if (table := document.get("backing_table")) else None,
     )
     return document, attached

@@ -40,7 +40,7 @@ from bootseer.errors import BootseerError, InvalidInputError, UnavailableError
 from bootseer.fuse.kernel import control
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
-from bootseer.fuse.kernel.server import Attached, Server, attach
+from bootseer.fuse.kernel.server import Attached, FuseServer, attach
 from bootseer.fuse.kernel.unmount import abort_connection, detach
 from bootseer.linux import mount_table
 from bootseer.linux.processes import is_stuck, reap, wait_readable
@@ -193,7 +193,7 @@ class _Supervisor(Struct):
     factory: Factory
     options: MountOptions
     attached: Attached
-    connection: control.Connection | None
+    connection: control.LiveConnection | None
     stop: StopSignal
     restart: RestartPolicy
     hand_over: Callable[[Attached], None] | None
@@ -402,7 +402,7 @@ def _run_worker(
         with StopSignal() as stop:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             operations = _made(factory, attached, report)
-            server = Server(operations, attached, options, on_end=stop.wake)
+            server = FuseServer(operations, attached, options, on_end=stop.wake)
             server.start(resend=resend)
             # After a restart nobody reads the pipe.
             try:

@@ -51,7 +51,7 @@ from bootseer.store.buckets.writer import PART_BYTES, PARTS_AT_ONCE, SINGLE_BYTE
 from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
 from bootseer.store.paths import PathMixin, check_deadline, split_path
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.pace import STALL_S, Progress
+from bootseer.transfer.pace import STALL_S, ByteProgress
 from bootseer.transfer.policy import REQUEST, Attempts
 
 Result = TypeVar("Result")
@@ -353,7 +353,7 @@ class BucketBackend(PathMixin, Backend):
         what = f"read {self._name(path)}"
 
         def body(call: Call[None]) -> None:
-            progress, came = Progress(time.monotonic()), 0
+            progress, came = ByteProgress(time.monotonic()), 0
             with translated_errors(what, self._bucket(path)[2]):
                 for chunk in answer.stream(min_chunk_size=_PIECE_BYTES):
                     data = memoryview(chunk)

@@ -1,8 +1,8 @@
 """Messages and bytes between the ranks of a process group that load one checkpoint.
 
-Each use of torch's collectives ends by the deadline, on every rank, with the bytes or
-with the same error. After a failure nothing more is sent, and the group is unusable as torch leaves
-it. For one thread. Importing this imports torch.
+Each collective ends within the deadline on every rank, with the bytes or with the same error. After
+a failure nothing more is sent, and the process group cannot be used any more. For one thread.
+Importing this module imports torch.
 """
 
 import contextlib
@@ -25,8 +25,11 @@ class GroupChannel:
     """Channel between this rank and the others of its group."""
 
     def __init__(self, group: Any, deadline_s: float) -> None:
-        """`group`: None is the default group; where torch.distributed is not initialized, this
-        process is the whole group. Raises: InvalidInputError."""
+        """Make a channel for `group`, or for the default group if it is None.
+
+        Without an initialized torch.distributed, this process is the whole group. Raises:
+        InvalidInputError.
+        """
         self._deadline_s = deadline_s
         self._group = None
         self.rank, self.size = 0, 1
@@ -37,16 +40,16 @@ class GroupChannel:
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
         if self.rank < 0:
             raise InvalidInputError("this rank is not in the process group that it is to load with")
-        # "cpu:gloo,cuda:nccl"; what can move host memory is spared the way through the device.
+        # "cpu:gloo,cuda:nccl": a backend that moves host memory needs no copy to the device.
         kinds = [part.partition(":")[0] for part in dist.get_backend_config(self._group).split(",")]
         if "cpu" not in kinds:
             self._device = torch.device(kinds[0], torch.accelerator.current_device_index())
 
     def agree(self, error: BaseException | None) -> None:
-        """Tell all ranks whether one has failed. All ranks call this, each with its error, if any.
+        """Tell all ranks whether one has failed. All ranks call this with their error or None.
 
-        Returns on all, or raises on all: on a rank that failed its own error, on the others that of
-        the first that failed. Raises also: DeadlineError, UnavailableError.
+        Returns on all ranks or raises on all: a failed rank its own error, the others the error of
+        the first failed rank. Raises also: DeadlineError, UnavailableError.
         """
         if self._group is None:
             if error is not None:
@@ -76,7 +79,7 @@ class GroupChannel:
         sends: Sequence[tuple[memoryview, Sequence[int]]],
         receives: Sequence[tuple[memoryview, int]],
     ) -> None:
-        """Send bytes to ranks, and receive bytes from ranks, in the order of the other side.
+        """Send bytes to ranks and receive bytes from ranks, in the same order as the other side.
 
         Raises: DeadlineError, UnavailableError.
         """
@@ -139,10 +142,11 @@ class GroupChannel:
             ) from error
 
     def _break(self) -> None:
-        """Make everything fail for which a rank still waits in this group.
+        """Make every wait of a rank in this group fail.
 
-        gloo closes the group's connections when a receive runs out of time, but not when a
-        collective does; else what DCP does next would wait for the group's own half an hour.
+        gloo closes the group's connections when a receive times out, but not when a collective
+        does. Without this, the next collective of DCP would wait for the group's time-out of half
+        an hour.
         """
         if self._is_host:
             with contextlib.suppress(RuntimeError, ValueError):

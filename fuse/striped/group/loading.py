@@ -1,8 +1,8 @@
 """Work of one rank while a group loads one checkpoint.
 
-A thread reads this rank's next pieces while the present ones are handed on, round by round, to the
-ranks that need them. Items that are whole go where the planner of torch.distributed.checkpoint
-wants them. For one thread. Importing this imports torch.
+A thread reads this rank's next pieces while the current ones are sent, round by round, to the ranks
+that need them. Complete items are passed to the planner of torch.distributed.checkpoint. For one
+thread. Importing this module imports torch.
 """
 
 import io
@@ -25,7 +25,7 @@ from bootseer.fuse.striped.storage import StripedStorage
 
 
 class TakenPiece:
-    """Bytes of one extent. Leaving the `with` block gives the buffer back."""
+    """Bytes of one extent. Leaving the `with` block returns the buffer."""
 
     def __init__(self, view: memoryview, reader: "PieceReader", buffer: bytearray) -> None:
         self.view = view
@@ -40,7 +40,7 @@ class TakenPiece:
 
 
 class PieceReader:
-    """Reader of a list of extents, ahead of its consumer, in `BUFFERS` buffers that go round.
+    """Reader of a list of extents, ahead of its consumer, with `BUFFERS` buffers used in turn.
 
     Extents are read one after the other, each from all of its parts at once. `take` is for one
     thread.
@@ -101,7 +101,7 @@ class PieceReader:
                 self.read_bytes += extent.length
                 self._ready.put(TakenPiece(view, self, buffer))
         except BaseException as error:
-            # hdfs-native panics with exceptions that are no `Exception`; the taker must get them.
+            # Panics of hdfs-native are not an `Exception`, and must reach the consumer as well.
             self._ready.put(error)
         finally:
             if opened is not None:
@@ -138,7 +138,7 @@ class BytesFile(io.RawIOBase):
 
 
 class Loading:
-    """Reading, handing on and storing of one rank's pieces and items. `run` it once."""
+    """Reading, sending and storing of one rank's pieces and items. `run` it once."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Loading:
             for pieces in plan.rounds:
                 error = self._run_round(pieces, own, error)
             self._channel.agree(error)
-            # From here on no rank waits for this one before it is done.
+            # From here on no rank waits for this one.
             for piece in plan.private:
                 with own.take() as view:
                     self._deliver(piece, view)
@@ -190,7 +190,7 @@ class Loading:
     def _run_round(
         self, pieces: tuple[Piece, ...], own: PieceReader, error: BaseException | None
     ) -> BaseException | None:
-        """Hand on the pieces of one round. Return the error of this rank after ranks agreed."""
+        """Exchange the pieces of one round. Return the error of this rank after the ranks agree."""
         rank = self._channel.rank
         mine = next((piece for piece in pieces if piece.owner == rank), None)
         taken = None
@@ -235,7 +235,7 @@ class Loading:
         self._assembly.add(self._plan.files[piece.file], piece.start, view)
 
     def _load(self, extent: Extent, data: memoryview) -> None:
-        """Put a stored item where the planner wants it."""
+        """Load a stored item into the planner's tensors."""
         tensor: torch.Tensor | None = None
         for item in self._items[extent]:
             if item.type == LoadItemType.BYTE_IO:

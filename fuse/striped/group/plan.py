@@ -1,8 +1,8 @@
 """Planning of a group's reads: which rank reads which bytes, who gets them, and their assembly.
 
-Pure (no I/O), deterministic, and without torch: the same needs give the same plan. Bytes that one
-rank alone needs are read by it; bytes that several need are cut into pieces, each read by one of
-them and handed on in rounds, in which no rank reads more than one piece.
+A rank reads bytes that it alone needs. Bytes that several ranks need are cut into pieces; one of
+these ranks reads a piece and sends it to the others, in rounds in which no rank reads more than one
+piece. Pure (no I/O), deterministic, and without torch: the same needs give the same plan.
 """
 
 from bisect import bisect_right
@@ -24,7 +24,7 @@ class Extent(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes of one file that one rank reads in one go. Small: plans of many travel."""
+    """Bytes of one file that a single rank reads. A small object, because plans are sent."""
 
     file: int
     """Index into the plan's `files`."""
@@ -60,8 +60,8 @@ def plan_group(
     """Return a plan for each rank, such that every byte is read by one rank only.
 
     Pieces end at multiples of `piece_bytes` in their file, so that two ranks seldom share a block
-    of verification. Within an audience they are in the order of the files, so that at most one item
-    of each is incomplete at any time, and their bytes are balanced to within a piece.
+    of verification. The pieces of an audience are in the order of the files, so that at most one
+    item of each audience is incomplete at any time. The ranks' bytes differ by a piece at most.
     """
     audience_of: dict[Extent, list[int]] = defaultdict(list)
     for rank, extents in enumerate(needs):
@@ -133,7 +133,7 @@ def _rounds(
 
 
 class _Item:
-    """A tensor that is not whole yet."""
+    """Tensor with bytes that are not received yet."""
 
     __slots__ = ("buffer", "data", "missing_bytes")
 
@@ -144,7 +144,7 @@ class _Item:
 
 
 class Assembly:
-    """Assembly of items from pieces in any order. `on_complete` gets each item that is whole."""
+    """Assembly of items from pieces in any order. `on_complete` gets each complete item."""
 
     def __init__(
         self, extents: list[Extent], on_complete: Callable[[Extent, memoryview], None]
@@ -183,12 +183,12 @@ class Assembly:
                 self._spare = item.buffer
 
     def finish(self) -> None:
-        """Raise CorruptError if an item never became whole: the metadata lets items overlap."""
+        """Raise CorruptError if an item is incomplete, because items in the metadata overlap."""
         if self._missing_count:
             raise CorruptError(f"the metadata names {self._missing_count} items that overlap")
 
     def _buffer(self, length: int) -> bytearray:
-        # New memory costs more than filling it: the last one is used again where it is enough.
+        # New memory costs more than filling it, so the last buffer is used again if large enough.
         spare, self._spare = self._spare, None
         return spare if spare is not None and len(spare) >= length else bytearray(length)
 

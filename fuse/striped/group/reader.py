@@ -2,8 +2,8 @@
 
     dcp.load(state, storage_reader=GroupReader("hdfs://namenode:8020/ckpt/step-100"))
 
-`plan` says which rank reads what, `channel` has the collectives, `loading` does the work. One load
-at a time. Importing this imports torch.
+`plan` divides the reads among the ranks, `channel` has the collectives, `loading` does the work.
+One load runs at a time. Importing this module imports torch.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _MAX_METADATA_BYTES = 2**31
 # Four units of a default file: read at once from four of its parts.
 DEFAULT_PIECE_BYTES = 16 * 2**20
 DEFAULT_MEMORY_BYTES = 256 * 2**20
-# A rank may use up its deadline with a read before it can say that it failed.
+# A rank may use up its deadline with a read before it can report its failure.
 _DEADLINES = 2
 
 
@@ -53,7 +53,7 @@ class GroupStatistics(Struct, frozen=True):
 
 
 class GroupReader(StorageReader):  # type: ignore[misc]
-    """A storage reader for `dcp.load`, called by all ranks of one process group."""
+    """Storage reader for `dcp.load`, which all ranks of a process group call."""
 
     def __init__(
         self,
@@ -101,8 +101,9 @@ class GroupReader(StorageReader):  # type: ignore[misc]
     def read_metadata(self) -> Metadata:
         """Return the checkpoint's metadata, which rank 0 reads for all.
 
-        It is a pickle, which torch.distributed.checkpoint trusts too. Raises on all ranks alike:
-        NotFoundError where there is no complete checkpoint, CorruptError, DeadlineError, ...
+        The metadata is a pickle, which torch.distributed.checkpoint trusts as well. Raises the same
+        error on all ranks: NotFoundError if there is no complete checkpoint, CorruptError,
+        DeadlineError and others.
         """
         self.statistics = GroupStatistics()
         self._channel = GroupChannel(self._group, _DEADLINES * self._settings.deadline_s)
@@ -131,13 +132,13 @@ class GroupReader(StorageReader):  # type: ignore[misc]
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Remember where the items are stored."""
+        """Keep the map of stored items."""
         if metadata.storage_data is None:
             raise CorruptError(f"{public_url(self._url)}/{_METADATA} does not say where items are")
         self._stored = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -161,8 +162,8 @@ class GroupReader(StorageReader):  # type: ignore[misc]
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Carry out the plan. The future is done when this returns.
 
-        Raises on all ranks when one fails, the others with that one's error; when a rank dies or
-        does not answer within twice the deadline, UnavailableError or DeadlineError.
+        Raises on all ranks the error of the rank that failed; UnavailableError or DeadlineError if
+        a rank dies or does not answer within twice the deadline.
         """
         assert self._channel is not None
         try:
@@ -180,7 +181,7 @@ class GroupReader(StorageReader):  # type: ignore[misc]
                 received_bytes=loading.received_bytes,
             )
         except BaseException as error:
-            # Where a rank is gone, what dcp.load raises is its own next collective's failure.
+            # If a rank is gone, dcp.load raises only the failure of its next collective.
             _log.error("%s is not loaded: %s", self.checkpoint_id, error)
             raise
         finally:

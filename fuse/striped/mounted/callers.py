@@ -1,6 +1,6 @@
 """State of the process behind a request, from /proc.
 
-A process in a pid namespace out of sight (pid 0) is taken to be alive and well.
+A process in an invisible pid namespace (pid 0) counts as alive.
 """
 
 import queue
@@ -16,15 +16,15 @@ _PF_EXITING = 0x4
 _FLAGS_FIELD = 6
 _EXIT_CODE_FIELD = 49
 _STAT_S = 1.0
-"""A file below /proc is read in microseconds."""
+"""Deadline of a read below /proc, which takes microseconds."""
 
 
 def is_dying(caller: Caller) -> bool:
     """Return whether the process behind an interrupted request has been killed.
 
-    The kernel sends INTERRUPT for any signal; only a fatal one (SIGKILL pending, to which the
-    kernel turns every other deadly signal) may end a read or write early: programs do not expect
-    EINTR from a file.
+    The kernel sends INTERRUPT for any signal. Only a fatal signal (SIGKILL, to which the kernel
+    converts other fatal ones) may end a read or write early, because programs do not expect EINTR
+    from a file.
     """
     if not caller.is_interrupted or not caller.pid:
         return False
@@ -40,12 +40,12 @@ def process_of(caller: Caller) -> int:
 def was_killed(caller: Caller) -> bool:
     """Return whether a signal has ended the process whose descriptor is being closed.
 
-    The kernel closes what a dying process left open exactly as if the process had closed it; but by
-    then the task is marked as exiting, and its exit code holds the signal.
+    The kernel closes the files of a dying process like the process itself would; but by then the
+    task is marked as exiting, and its exit code holds the signal.
 
-    A process that executes another program closes descriptors in the middle of that, and its `stat`
-    cannot be read before the close is answered. So a process whose `stat` does not come was not
-    killed.
+    A process that executes another program closes descriptors during execve(2), and its `stat`
+    cannot be read before the close is answered. So a process whose `stat` cannot be read in time
+    was not killed.
     """
     if not caller.pid:
         return False

@@ -1,9 +1,8 @@
-"""A mounted tree of striped and ordinary files, as the kernel sees it.
+"""FUSE operations of a mounted tree of striped and ordinary files.
 
-The only implementation of FUSE operations for checkpoints: requests for names and attributes are
-answered here, those for open files by `open_files`. What a striped file is, and what is durable
-when, is decided in the storage's tree, reader and writers; docs/SEMANTICS.md says what users may
-rely on. Thread-safe.
+Requests for names and attributes are answered here, requests for open files by `open_files`. The
+storage's tree, reader and writers decide about striped files and durability; docs/SEMANTICS.md says
+what users may rely on. Thread-safe.
 """
 
 import contextlib
@@ -44,22 +43,22 @@ from bootseer.fuse.striped.writing.file_writer import FileWriter
 from bootseer.store.paths import PATH_MAX_BYTES
 
 _CACHE_S = 1.0
-"""How old a name or attribute may be that is shown, the kernel's memory of it included."""
+"""Largest age of a shown name or attribute, including its time in the kernel's cache."""
 _BLOCK_BYTES = 4096
 _NAME_MAX_BYTES = 255
-# Its parts' names are longer.
+# The paths of a file's parts are longer than the file's own.
 _PATH_MAX_BYTES = PATH_MAX_BYTES - 100
-# Shown where the storage cannot say how large it is: programs refuse to write to a full disk.
+# Shown if the storage does not tell its size: programs refuse to write to a full disk.
 _UNKNOWN_SPACE_BYTES = 2**50
 _RENAME_NOREPLACE = 1
-# A name that this mount changes while the storage is asked is asked for again, so often in all.
+# Lookups of a name in the storage while this mount changes the name at the same time.
 _LOOKS_MAX = 5
-# A stream that read nothing for so long is not shown as active.
+# A stream that read nothing for this time is not shown as active.
 _ACTIVE_S = 10.0
 
 
 class Ownership(Struct, frozen=True):
-    """Owner and permissions of everything: storages keep no such thing for us."""
+    """Owner and permissions of all files: storages keep none of each file."""
 
     uid: int
     gid: int
@@ -83,13 +82,13 @@ class MountedTree(Operations):
         on_end: Callable[[Sequence[str]], None] = lambda unwritten: None,
         on_destroyed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Go on from a predecessor's journal (`inherited`), and start a new one.
+        """Restore the state in a predecessor's journal (`inherited`), and start a new journal.
 
-        `passes_files`: whether the kernel may read ordinary files of this node past us.
-        `maps_direct_io`: whether it maps files shared (MAP_SHARED) that it reads without its page
-        cache. Otherwise (before Linux 6.6) what is opened for reading goes through the page cache.
-        `on_end` is called at the end of the mount with the files whose last bytes are lost, before
-        anything is closed; `on_destroyed` when all is closed.
+        `passes_files`: whether the kernel may read ordinary files of this node directly.
+        `maps_direct_io`: whether the kernel maps files shared (MAP_SHARED) that it reads without
+        its page cache. If not (before Linux 6.6), files opened for reading use the page cache.
+        `on_end` is called at the end of the mount, before files are closed, with the files whose
+        last bytes are lost; `on_destroyed` when everything is closed.
         """
         self._tree = storage.tree
         self._reader = storage.reader
@@ -126,9 +125,9 @@ class MountedTree(Operations):
         self.files.close_emptied()
 
     def destroyed(self) -> None:
-        """A file that is still open was not finished by its writer: it does not appear."""
+        """Close everything. A file that is still open for writing does not appear."""
         handles = self.files.give_up()
-        # Before the parts are removed: that may take longer than this process is given.
+        # Called before the parts are removed, which may take longer than this process may live.
         self._on_end(self.files.unwritten)
         self.files.close_all(handles)
         self._nodes.close_journal()
@@ -150,13 +149,12 @@ class MountedTree(Operations):
         return OpenFigures(count, active, requests, tuple(sorted(unfinished)))
 
     def unsaved(self) -> list[str]:
-        """Return the paths of files with bytes that would be lost if this process ended now."""
+        """Return the files that would lose bytes if this process ended now."""
         with self._lock:
             return sorted({w.path for w in self._nodes.writers() if w.was_written})
 
     def stop_if_quiet(self, stop: Callable[[], None]) -> bool:
-        """Call `stop`, which ends the process, at a moment when nothing would be lost by that;
-        return False if there is none now."""
+        """Call `stop` to end the process unless a file would lose bytes. Return whether it was."""
         with self._lock:
             if self.unsaved():
                 return False
@@ -186,7 +184,7 @@ class MountedTree(Operations):
             return directory, *self._child_path(directory, name)
 
     def _status(self, path: str) -> tuple[FileStatus | None, float]:
-        """Return the status of the stored file `path`, and when the storage was asked."""
+        """Return the status of the stored file `path`, and the time at which it was read."""
         now_s = self._clock()
         listed = self._listings.take(path, now_s)
         try:
@@ -197,10 +195,10 @@ class MountedTree(Operations):
             return None, now_s
 
     def _settle(self, directory: Node, name: str, status: FileStatus) -> Node:
-        """Return the node of a name whose status was just asked. Under the lock."""
+        """Return the node of a name whose status was just read. Under the lock."""
         known = directory.children.get(name)
         if known is not None and known.is_local:
-            # Somebody else has stored a file of this name: our writer's is another one.
+            # Another node has stored a file of this name, which is not our writer's.
             self._nodes.make_writing(known)
             known = None
         if (
@@ -225,7 +223,7 @@ class MountedTree(Operations):
             status, seen_s = self._status(path)
             with self._lock:
                 if looks_left and self._listings.has_changed(path, before):
-                    # This may be what was there before: the kernel would keep it for a second.
+                    # The status may be from before the change, and the kernel would cache it.
                     continue
                 known = directory.children.get(text)
                 if status is not None:
@@ -241,8 +239,10 @@ class MountedTree(Operations):
         raise refuse(errno.ENOENT, path)
 
     def forget(self, node: int, count: int) -> None:
-        """Drop a node of a predecessor. This process has not counted its lookups; the kernel
-        forgets an inode with all of them at once."""
+        """Drop a node of a predecessor, whose lookups this process has not counted.
+
+        The kernel forgets an inode with all its lookups at once.
+        """
         if node in self._inherited:
             self._inherited.discard(node)
             self.dropped(node)
@@ -252,21 +252,21 @@ class MountedTree(Operations):
             self._nodes.forget(node)
 
     def _entry(self, node: Node, seen_s: float | None = None) -> Entry:
-        """Return the answer to a lookup. `seen_s`: when the storage was asked; now by default."""
+        """Return the answer to a lookup. `seen_s`: time of the status; now by default."""
         attributes, ttl_s = self._shown(node, seen_s)
-        # A file that only this mount knows may vanish without the kernel hearing of it.
+        # A file that only this mount knows may vanish without notice to the kernel.
         return Entry(attributes, 0.0 if node.is_local else ttl_s, ttl_s)
 
     def _shown(
         self, node: Node, seen_s: float | None = None, writer: FileWriter | None = None
     ) -> tuple[Attributes, float]:
-        """Return attributes, and for how long the kernel may show them.
+        """Return attributes, and the seconds for which the kernel may cache them.
 
-        `writer`: the one of the descriptor that is asked about, if any.
+        `writer`: the writer of the descriptor in the request, if any.
         """
         attributes = self._attributes(node, writer)
         if node.is_writing or node.is_written:
-            # It means another node as soon as it is published.
+            # The name belongs to another node as soon as the file is published.
             return attributes, 0.0
         age_s = self._clock() - seen_s if seen_s is not None else 0.0
         return attributes, max(0.0, _CACHE_S - age_s)
@@ -298,8 +298,8 @@ class MountedTree(Operations):
     def _forget_attributes(self, directory: Node) -> None:
         """Drop the kernel's copy of the attributes of a directory.
 
-        A file that is published changes the time of its directory behind the kernel's back, and
-        `tar` takes what it then sees late for a change while it reads.
+        Publishing a file changes the time of its directory without notice to the kernel, and `tar`
+        takes a time that changes later for a change while it reads.
         """
         if self.forget_pages is not None:
             with contextlib.suppress(BootseerError):
@@ -316,11 +316,11 @@ class MountedTree(Operations):
         status, seen_s = self._status(path)
         with self._lock:
             if known.status is not before:
-                # Published here meanwhile.
+                # This mount has published the file since.
                 return self._shown(known)
             if status is None or status.identity != known.status.identity:
-                # The name means something else now. Who has the file open keeps what was opened;
-                # everybody else is sent (ESTALE) to look the name up again.
+                # The name belongs to another file now. Open files keep their content; for other
+                # processes, ESTALE makes the kernel look up the name again.
                 self._nodes.detach(known)
                 if not known.handles:
                     raise refuse(errno.ESTALE, path)
@@ -331,8 +331,7 @@ class MountedTree(Operations):
     def setattr(
         self, caller: Caller, node: int, changes: SetAttributes
     ) -> tuple[Attributes, float]:
-        # Modes, owners and times belong to the storage: accepted, so that cp -p and tar work, and
-        # not kept.
+        # Changes of modes, owners and times are accepted and ignored, so that cp -p and tar work.
         if changes.size_bytes is not None:
             self.files.truncate(caller, node, changes.handle, changes.size_bytes)
         return self.getattr(caller, node, changes.handle)
@@ -367,8 +366,10 @@ class MountedTree(Operations):
         self._gone(directory, text, path)
 
     def _check_no_parts(self, path: str) -> None:
-        """Raise ENOTEMPTY if the folder has parts of a file without a name that is being written,
-        as NFS does. Under the lock."""
+        """Raise ENOTEMPTY, like NFS, if the folder has parts of a nameless file being written.
+
+        Under the lock.
+        """
         for writer in self._nodes.writers():
             if writer.is_detached and writer.has_parts and directory_of(writer.path) == path:
                 raise refuse(errno.ENOTEMPTY, path)
@@ -387,9 +388,9 @@ class MountedTree(Operations):
         except NotFoundError:
             if path:
                 raise
-            infos = []  # The root is made when something is first written.
+            infos = []  # The root is made with the first file.
         with self._lock:
-            # Published meanwhile, they may be missing in `infos`.
+            # Files that were published since may be missing in `infos`.
             local = [name for name in local if name in directory.children]
             local += [child.name for child in directory.local_children()]
         return self._listings.open(infos, local, seen_s, before, handle)
@@ -399,7 +400,7 @@ class MountedTree(Operations):
     ) -> Sequence[DirectoryEntry]:
         page = self._listings.read(handle, offset)
         if page is None:
-            # Opened in a predecessor of this process.
+            # The directory was opened by a predecessor of this process.
             self._list(node, handle)
             page = self._listings.read(handle, offset) or ()
         with self._lock:
@@ -408,7 +409,7 @@ class MountedTree(Operations):
         return [
             DirectoryEntry(
                 os.fsencode(listed.name),
-                # Any number but 0 will do for a name that nobody has looked up.
+                # A name that was never looked up may have any number but 0.
                 child.shown_inode if child else hash(listed.name) & (2**62 - 1) | 2**62,
                 stat.S_IFDIR if listed.is_dir else stat.S_IFREG,
                 listed.cookie,
@@ -420,7 +421,7 @@ class MountedTree(Operations):
         self._listings.close(handle)
 
     def fsyncdir(self, caller: Caller, node: int, handle: int, data_only: bool) -> None:
-        """Every change of names is durable when it returns."""
+        """Do nothing: a change of names is durable when the call returns."""
 
     def statfs(self, caller: Caller, node: int) -> FileSystemStatistics:
         space = self._tree.backend.space()
@@ -477,8 +478,8 @@ class MountedTree(Operations):
             directory, new_directory = self._nodes.node(parent), self._nodes.node(new_parent)
             text, source = self._child_path(directory, name)
             new_text, target = self._child_path(new_directory, new_name)
-            # One whose file is gone has nothing to do with what has the name now; its parts are
-            # still in the folder.
+            # A writer of a removed file is not a writer of the file that has the name now, but its
+            # parts are still in the folder.
             writers = [writer for writer in self._nodes.writers() if not writer.is_detached]
             nameless = [writer for writer in self._nodes.writers() if writer.is_detached]
             taken = new_directory.children.get(new_text)
@@ -492,7 +493,7 @@ class MountedTree(Operations):
             if any(writer.needs_publishing for writer in inside) or any(
                 writer.was_written and writer.has_parts for writer in below
             ):
-                # Their parts lie in a folder that would move away under them.
+                # Their parts lie in the folder that would be moved.
                 raise refuse(errno.EBUSY, source)
             moved = directory.children.get(text)
             if taken is not None and taken.status.is_dir and moved and moved.status.is_dir:
@@ -502,8 +503,9 @@ class MountedTree(Operations):
         replaced = self.files.writers_of(target)
         moving = [w for w in writers if w.path == source and not w.has_failed]
         with contextlib.ExitStack() as held:
-            # A save that is under way is published under the old name first. Not under the lock of
-            # the table: others are served meanwhile. In one order: renames may wait for each other.
+            # A save that is under way is published under the old name first. The lock of the table
+            # is not held, so that other requests are served. The order is fixed, so that two
+            # renames do not wait for each other.
             for writer in sorted({*moving, *replaced, *inside, *below}, key=id):
                 held.enter_context(writer.held())
             is_moved = directory.id != new_directory.id
@@ -542,8 +544,8 @@ class MountedTree(Operations):
     ) -> None:
         """Rename in the storage. `begun`: writers of the whole next content of the file.
 
-        That is published under the new name only, so that a rename that is refused has published
-        nothing. What is added to a file is published after its rename.
+        The new content is published under the new name only, so that a refused rename publishes
+        nothing. Appended bytes are published after the rename.
         """
         if not begun:
             self._tree.rename(source, target, replace=replace)
@@ -559,8 +561,10 @@ class MountedTree(Operations):
     def _move_nodes(
         self, directory: Node, name: str, new_directory: Node, new_name: str, *, is_new: bool
     ) -> Node | None:
-        """Give the nodes of a name another one. Under the lock. `is_new`: whether the file was
-        published by that, and what had the old name is gone. Return the node that lookups find."""
+        """Rename the nodes of a name. Return the node that lookups find. Under the lock.
+
+        `is_new`: whether the rename published the file, so that the old name's file is gone.
+        """
         nodes = self._nodes
         for replaced in list(new_directory.writing.get(new_name, ())):
             nodes.detach(replaced)
@@ -581,8 +585,11 @@ class MountedTree(Operations):
         return known
 
     def _refresh_moved(self, node: Node | None, source: str, target: str) -> None:
-        """See an ordinary file anew that was renamed: its identity names its path, and its next
-        open would be refused."""
+        """Read the status of a renamed file again.
+
+        The identity of an ordinary file includes its path: with the old one, its next open would be
+        refused.
+        """
         if node is None or node.status.is_dir:
             return
         path, before = node.path, self._listings.change_count
@@ -592,8 +599,8 @@ class MountedTree(Operations):
                 return
             is_same = status.identity == moved_identity(node.status.identity, source, target)
             if node.had_readers and not is_same:
-                # Another node had replaced what was renamed: who has the old file open keeps its
-                # size, and the next one who opens it looks the name up again.
+                # Another node had replaced the renamed file: open descriptors of the old file keep
+                # its size, and the next open looks up the name again.
                 return
             node.status = status
             self._nodes.note_node(node)

@@ -1,9 +1,9 @@
-"""A checkpoint folder mounted for a start: the mount of the last start taken over, or a new one.
+"""Process that mounts a checkpoint folder for a start, or takes over the mount of the last start.
 
-`JobMount` is what a start tells this process (JOB_MOUNT), and `Mounted` is its answer. It writes
-the stage "checkpoint" of the start. Where it mounts it becomes the mount's server; where it takes a
-mount over, another process serves that, and this one ends. Light: what a start does not need is
-loaded in the process. Main thread.
+A start sends a `JobMount` to this process (JOB_MOUNT) and gets a `JobMounted`. The process writes
+the stage "checkpoint" of the start. If it mounts the folder, it becomes the mount's server; if it
+takes over a mount, which another process serves, it ends. Starts import this module, so other
+modules are imported late. Main thread.
 """
 
 import contextlib
@@ -26,43 +26,41 @@ from bootseer.timeline.otlp import LIVE
 from bootseer.timeline.recorder import stage
 
 BUSY_S = 5.0
-"""A job that starts again at once finds the mount of its previous start still being taken down."""
+"""Wait for the unmount of the previous start of a job that starts again at once."""
 _POLL_S = 0.1
 _ABANDONED_S = 3600.0
 
 
 class JobMount(Struct, frozen=True, kw_only=True):
-    """A checkpoint folder that a start needs."""
+    """Checkpoint folder that a start needs."""
 
     settings: Settings
     url: str
     directory: Path
-    """Where it is mounted, if none that lingers is taken over."""
+    """Mount point of a new mount."""
     identity: str
-    """The identity of a new mount."""
+    """Identity of a new mount."""
     user: ProcessId
-    """The process that is going to be the job."""
+    """Process that will become the job."""
     aside: Path | None = None
-    """The folder with mounts that are bound into containers later; None: the job sees the mount
-    itself."""
+    """Folder of mounts that are bound into containers later; None if the job sees the mount."""
     inside: tuple[Path, ...] = ()
-    """Mount points of the same start that it lies below: they are mounted first."""
+    """Mount points of the same start above this one, which are mounted first."""
     sweeps: bool = False
     """Whether mount points of starts that have ended are removed from `aside`."""
 
     @property
     def limit_s(self) -> float:
-        """Within this it succeeds or fails, by deadlines of its own, once nothing it waits for is
-        left."""
+        """Return the time within which the mount succeeds or fails, once it waits for no other."""
         return BUSY_S + 2 * self.settings.deadline_s
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Options of the mount."""
+        """Return options of the mount."""
         is_shared = self.aside is not None and os.geteuid() == 0
         return {
-            # The command in a container may be of another user than this process. Nobody else gets
-            # into the folder that these mounts are in.
+            # The command in a container may run as another user than this process. The folder of
+            # these mounts is closed to other users.
             "allow_other": is_shared,
             "everyone_writes": is_shared,
             "user": self.user,
@@ -70,20 +68,20 @@ class JobMount(Struct, frozen=True, kw_only=True):
         }
 
 
-class Mounted(Struct, frozen=True):
-    """Mounted checkpoint folder of a start, and the way the start got it."""
+class JobMounted(Struct, frozen=True):
+    """Answer to a `JobMount`."""
 
     directory: Path
     how: str
-    """LIVE: as it has lingered since the last start; "changed": instead of that; "mounted"."""
+    """LIVE: the mount of the last start was taken over; "changed": it was replaced; "mounted"."""
     made: bool = False
     """Whether the remote folder was missing, and was made."""
 
 
 def _mount(wanted: JobMount, report: Report) -> None:
-    """Take over the mount that the last start left, or serve a new mount until it ends.
+    """Take over the mount of the last start, or serve a new mount until it ends.
 
-    `report` receives a `Mounted` once the folder is there. Raises: BootseerError.
+    `report` gets a `JobMounted` once the folder is mounted. Raises: BootseerError.
     """
     from bootseer.fuse.striped.mounted.mount import (
         mount_spec,
@@ -99,17 +97,17 @@ def _mount(wanted: JobMount, report: Report) -> None:
     with contextlib.ExitStack() as until_mounted:
         span = until_mounted.enter_context(stage("checkpoint"))
 
-        def mounted(directory: Path, how: str, *, made: bool = False) -> Mounted:
+        def mounted(directory: Path, how: str, *, made: bool = False) -> JobMounted:
             span.set("bootseer.how", how)
             until_mounted.close()
-            return Mounted(directory, how, made)
+            return JobMounted(directory, how, made)
 
         if wanted.sweeps and wanted.aside is not None:
             _sweep(settings, wanted.aside)
         for path in wanted.inside:
             _wait(path, True, wanted.limit_s, report)
         directory = _lingering(wanted) or wanted.directory
-        # Before the folder is made: a dead mount answers nobody, mkdir included.
+        # Before the folder is made, because mkdir would wait for a dead mount.
         found = take_over(unchecked_spec(settings, wanted.url, directory, **wanted.choices))
         if found == LIVE:
             report.ready(mounted(directory, found))
@@ -129,7 +127,7 @@ def _mount(wanted: JobMount, report: Report) -> None:
             ) from error
         plan = CheckpointPlan(spec, new_mount_dir(settings.run_dir, wanted.identity))
 
-        def answer() -> Mounted:
+        def answer() -> JobMounted:
             state = read_state(plan.state_dir)
             made = state is not None and state.root_was_made
             return mounted(directory, found or "mounted", made=made)
@@ -138,9 +136,9 @@ def _mount(wanted: JobMount, report: Report) -> None:
 
 
 def _wait(path: Path, is_mounted: bool, limit_s: float, report: Report) -> None:
-    """Wait at most `limit_s` until `path` is a mount point (`is_mounted`) or is none.
+    """Wait at most `limit_s` until `path` is a mount point, or no longer one.
 
-    Raises: UnavailableError once the process that asked for the mount no longer waits for it.
+    Raises: UnavailableError if the start no longer waits for this process.
     """
     deadline_s = time.monotonic() + limit_s
     while (find_mount(path) is not None) is not is_mounted and time.monotonic() < deadline_s:
@@ -155,13 +153,13 @@ def _sweep(settings: Settings, aside: Path) -> None:
     for old in aside.iterdir() if aside.is_dir() else ():
         take_off_dead_mounts(settings.run_dir, old)
         with contextlib.suppress(OSError):
-            # A young one may be another start's that is about to mount there.
+            # Another start may be about to mount on a young one.
             if not os.path.ismount(old) and time.time() - old.stat().st_mtime > _ABANDONED_S:
                 old.rmdir()
 
 
 def _lingering(wanted: JobMount) -> Path | None:
-    """Return where it is mounted aside since a job that has ended, as it would be now."""
+    """Return the directory of a lingering mount in `aside` with the same options, or None."""
     if wanted.aside is None:
         return None
     from bootseer.fuse.striped.mounted.mount import unchecked_spec
@@ -182,7 +180,7 @@ def _mount_told(line: bytes, report: Report) -> None:
 
 
 def main() -> int:
-    """The exit code: 0 after an unmount, or where another process serves."""
+    """Run the process. Return the exit code: 0 after an unmount, or if another process serves."""
     return serve(JOB_MOUNT, _mount_told)
 
 

@@ -1,10 +1,10 @@
 """Journal of a mount's server: the nodes and open files that a successor process must know.
 
-The file `journal` in the server's folder holds one record after the other: its length (four bytes)
-and a tagged struct in MessagePack. Each record is written before the kernel hears of what it tells.
-A process that is killed loses none of them: the pages are the kernel's. A record that is cut short
-at the end was never acted upon. Layouts and pinned contents of open files are kept with them, since
-their names may mean other generations later.
+The file `journal` in the server's folder is a sequence of records: a length (four bytes) and a
+tagged struct in MessagePack. A record is written before the kernel gets the reply that it is about.
+If the process is killed, no record is lost, because the pages are the kernel's; a record that is
+cut short at the end has no reply. Layouts and pinned contents of open files are recorded as well,
+because the files' names may belong to other generations later.
 
 Not thread-safe: the file system holds its lock around every call.
 """
@@ -29,22 +29,22 @@ from bootseer.linux.private_files import is_own, private_opener
 _log = logging.getLogger(__name__)
 
 VERSION = 1
-# It is written anew when it has outgrown what it would hold then, by far.
+# The journal is rewritten when it has this many times its size after the last rewrite.
 _SMALL_BYTES = 4 * 2**20
 _GROWTH = 4
-# One that could not be written is begun anew no sooner than this after that.
+# After a failed write, the journal is begun anew no sooner than this.
 RETRY_S = 10.0
 _NEW = ".journal-new"
 _LENGTH_BYTES = 4
 
 
 class NodeKind(enum.IntEnum):
-    """Kind of a node; `nodes` says what each is for."""
+    """Kind of a node (see `nodes`)."""
 
     STORED = 0
-    """Lookups find it; the file or directory is stored."""
+    """Node of a stored file or directory, which lookups find."""
     LOCAL = 1
-    """Lookups find it; the file was created here and never published: no other node sees it."""
+    """Node that lookups find, of a file that was created here and is not published yet."""
     OWN = 2
     """Own node of a file's writers, which no lookup finds."""
 
@@ -178,7 +178,7 @@ class Inherited(Struct):
                 pass
 
     def check(self) -> None:
-        """Raise CorruptError if what an open file needs is missing, or damaged."""
+        """Raise CorruptError if a record that an open file needs is missing or damaged."""
         try:
             for record in self.files.values():
                 self.view(record.base)
@@ -189,7 +189,7 @@ class Inherited(Struct):
             raise CorruptError(f"nothing is kept of the open file {error}") from None
 
     def view(self, record: ViewRecord | None) -> FileView | None:
-        """Return the view that was noted. Raises: CorruptError, KeyError."""
+        """Return the view in a record. Raises: CorruptError, KeyError."""
         if record is None:
             return None
         path = os.fsdecode(record.path)
@@ -214,10 +214,10 @@ def view_record(view: FileView | None) -> ViewRecord | None:
 
 
 class Journal:
-    """An open journal.
+    """Open journal.
 
-    An error ends it: the mount works on, without a successor, until the journal can be begun anew
-    (`is_outgrown`).
+    After a failed write the mount still works, but a successor could not take over, until the
+    journal can be begun anew (`is_outgrown`).
     """
 
     def __init__(self, path: Path, *, retry_s: float = RETRY_S) -> None:
@@ -226,14 +226,14 @@ class Journal:
         self._fd = -1
         self._bytes = 0
         self._fresh_bytes: int | None = None
-        """How long it was when it was started; None while it is being."""
+        """Size after the last rewrite; None during a rewrite."""
         self._layouts: set[str] = set()
         self._failed_s: float | None = None
-        """When it could not be written, by the monotonic clock."""
+        """Monotonic time of a failed write."""
 
     @contextlib.contextmanager
     def anew(self) -> Iterator[None]:
-        """Replace the journal by the records that the block adds. Never raises by itself."""
+        """Replace the journal by the records that the block adds. Errors of the disk are logged."""
         temporary = self._path.with_suffix(_NEW)
         self.close()
         self._bytes = 0
@@ -258,29 +258,29 @@ class Journal:
         if self._fd < 0:
             return
         data = _encode(record)
-        left = memoryview(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
-        self._bytes += len(left)
+        rest = memoryview(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+        self._bytes += len(rest)
         try:
-            # A disk that is nearly full takes a part of it.
-            while left:
-                left = left[os.write(self._fd, left) :]
+            # A disk that is nearly full takes only a part.
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
             self._give_up(error)
 
     def add_layout(self, view: FileView | None) -> None:
-        """Keep the layout that `view` was opened with, once."""
+        """Record the layout of `view`, unless it is recorded."""
         if self._fd < 0 or view is None or view.layout is None or view.identity in self._layouts:
             return
         self._layouts.add(view.identity)
         self.add(LayoutRecord(os.fsencode(view.identity), encode_layout(view.layout)))
 
     def add_pinned(self, view: FileView, content: bytes) -> None:
-        """Keep a file's content, whose name is about to go away under its readers."""
+        """Record the content of an open file that is about to be removed."""
         self.add(PinnedRecord(os.fsencode(view.identity), content))
 
     @property
     def is_outgrown(self) -> bool:
-        """Whether it should be started anew with what still holds."""
+        """Return whether the journal should be rewritten with the current state."""
         if self._fresh_bytes is None:
             return False
         if self._failed_s is not None:
@@ -300,7 +300,7 @@ class Journal:
         _log.warning("%s: %s; a restarted server will not know what is open", self._path, error)
         self.close()
         self._failed_s = time.monotonic()
-        # What it holds is not true any more.
+        # The records are no longer complete.
         for path in (self._path, self._path.with_suffix(_NEW)):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -324,7 +324,7 @@ def read_journal(path: Path) -> Inherited:
         length = int.from_bytes(data[:_LENGTH_BYTES], "little")
         record, data = data[_LENGTH_BYTES:][:length], data[_LENGTH_BYTES + length :]
         if len(record) < length:
-            break  # cut short: nobody was told of it
+            break  # Cut short: the kernel got no reply.
         try:
             read = _decode(record)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -1,8 +1,7 @@
-"""Open directories of a mount, the files that their listings have just shown, and which names this
-mount has changed since.
+"""Open directories of a mount, with recently listed files and recently changed names.
 
-Names are in order, so that a listing that was begun with a predecessor of this process goes on
-where it was. Thread-safe.
+Names are sorted, so that a listing that was begun with a predecessor of this process continues at
+the same place. Thread-safe.
 """
 
 import threading
@@ -15,12 +14,12 @@ from bootseer.store.backend import FileInfo
 _MAX_LISTED = 100_000
 _MAX_CHANGED = 10_000
 _REPLY_ENTRIES = 256
-# Cookies 1 and 2 are the server's own, for "." and "..".
+# The server uses the cookies 1 and 2 for "." and "..".
 _FIRST_COOKIE = 3
 
 
 class ListedName(NamedTuple):
-    """A name of a directory. `cookie` continues the listing behind it."""
+    """Name in a directory. `cookie` continues the listing behind this name."""
 
     name: str
     is_dir: bool
@@ -28,7 +27,7 @@ class ListedName(NamedTuple):
 
 
 class Listings:
-    """Snapshots of open directories by handle, and stored files as they were just listed."""
+    """Snapshots of open directories by handle, and the status of recently listed files."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
@@ -40,8 +39,8 @@ class Listings:
         self._all_changed = 0
         """Number of a change after which every path may have changed."""
         self.change_count = 0
-        """How many changes this mount has made so far."""
-        # Never a number that a predecessor of this process may have used.
+        """Number of changes of this mount so far."""
+        # A number that no predecessor of this process has used.
         self._next = time.monotonic_ns()
 
     def open(
@@ -52,10 +51,10 @@ class Listings:
         before: int,
         handle: int | None = None,
     ) -> int:
-        """Keep a snapshot of a directory and return its handle, a new one unless it is given.
+        """Keep a snapshot of a directory; return its handle, a new one unless `handle` is given.
 
-        `local_names`: files that only this mount knows. `before`: `change_count` when the storage
-        was asked.
+        `local_names`: files that only this mount knows. `before`: `change_count` before the storage
+        was listed.
         """
         with self._lock:
             if len(self._listed) > _MAX_LISTED:
@@ -74,7 +73,7 @@ class Listings:
             return handle
 
     def read(self, handle: int, offset: int) -> Sequence[ListedName] | None:
-        """Return the names behind the cookie `offset`; None if the handle is not known."""
+        """Return the names behind the cookie `offset`; None if the handle is unknown."""
         with self._lock:
             names = self._open.get(handle)
             if names is None:
@@ -87,21 +86,21 @@ class Listings:
         ]
 
     def close(self, handle: int) -> None:
-        """Forget a snapshot."""
+        """Remove a snapshot."""
         with self._lock:
             self._open.pop(handle, None)
 
     def take(self, path: str, now_s: float) -> tuple[float, FileInfo] | None:
-        """Return a stored file as a listing has just shown it, and when; each only once.
+        """Return the time and the status with which a file was just listed; each only once.
 
-        With this, `ls -l` asks the storage only for the files that may be layouts.
+        With this, `ls -l` reads from the storage only the files that may be layouts.
         """
         with self._lock:
             listed = self._listed.pop(path, None)
         return listed if listed is not None and now_s - listed[0] < self._keep_s else None
 
     def drop(self, path: str) -> None:
-        """Forget how a file was listed, and note that it has changed."""
+        """Remove the listed status of a file, and note that the file has changed."""
         with self._lock:
             self._listed.pop(path, None)
             self.change_count += 1
@@ -111,7 +110,7 @@ class Listings:
                 self._all_changed = self.change_count
 
     def clear(self) -> None:
-        """Forget how all files were listed, and note that many names have changed."""
+        """Remove the listed status of all files, and note that any name may have changed."""
         with self._lock:
             self._listed.clear()
             self._changed.clear()

@@ -1,7 +1,7 @@
 """Mount and unmount a checkpoint tree from any process.
 
-Starts and ends the server process, takes off mounts of ours whose server was killed, and sets the
-immutable attribute of mount points. Functions may be called from any thread.
+Starts and ends the server process, unmounts mounts whose server was killed, and sets the immutable
+attribute of mount points. Functions may be called from any thread.
 """
 
 import array
@@ -51,7 +51,7 @@ from bootseer.settings.config import Settings
 _log = logging.getLogger(__name__)
 
 _START_S = 10.0
-# A server that was asked to go is gone after this, or has stayed: a file was being written again.
+# Time in which a server ends after a request, unless a file is being written again.
 _RESTART_S = 3.0
 _LOOK_S = 0.1
 _RELEASED_S = 5.0
@@ -66,7 +66,7 @@ _NO_ATTRIBUTES = frozenset({errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.
 
 
 class MountedCheckpoints(Struct, frozen=True):
-    """A mount served by a process of its own. Leaving a `with` block unmounts."""
+    """Mount served by a process of its own. Leaving a `with` block unmounts."""
 
     url: str
     directory: Path
@@ -75,24 +75,24 @@ class MountedCheckpoints(Struct, frozen=True):
 
     @property
     def log(self) -> Path:
-        """The log of its server."""
+        """Return the path of the server's log."""
         return log_path(self.run_dir, self.state_dir.name)
 
     @property
     def pid(self) -> int:
-        """The process that holds the mount, and replaces `worker_pid` when it dies."""
+        """Return the id of the supervisor, which replaces `worker_pid` when that dies."""
         state = read_state(self.state_dir)
         return state.pid if state is not None else 0
 
     @property
     def worker_pid(self) -> int:
-        """The process that answers now."""
+        """Return the id of the process that answers now."""
         state = read_state(self.state_dir)
         return state.worker_pid if state is not None else 0
 
     @property
     def root_was_made(self) -> bool:
-        """Whether the remote folder was not there before."""
+        """Return whether the remote folder was missing before."""
         state = read_state(self.state_dir)
         return state is not None and state.root_was_made
 
@@ -111,8 +111,8 @@ class MountedCheckpoints(Struct, frozen=True):
 def mount_spec(settings: Settings, url: str, directory: Path, **choices: Any) -> MountSpec:
     """Return `unchecked_spec` of a directory on which nothing is mounted.
 
-    Where a server of ours was killed, the mount that it left on `directory` is taken off.
-    Raises: InvalidInputError, NotFoundError, BusyError.
+    A mount on `directory` whose server was killed is unmounted. Raises: InvalidInputError,
+    NotFoundError, BusyError.
     """
     spec = unchecked_spec(settings, url, directory, **choices)
     path = Path(spec.directory)
@@ -152,13 +152,12 @@ def unchecked_spec(settings: Settings, url: str, directory: Path, **choices: Any
 def take_over(spec: MountSpec) -> str:
     """Give the job of `spec` the mount that lingers on its directory since the last start.
 
-    Returns "live" if it has that mount now; "changed" if a mount of other options, or one that
-    does not answer, was taken off; "" if none lingers there that this process sees (a job of Slurm
-    may have a /tmp of its own).
-
+    Returns: "live" if the job has that mount now; "changed" if a mount with other options, or one
+    that does not answer, was unmounted; "" if this process sees none (a job of Slurm may have a
+    /tmp of its own).
     Raises: BootseerError.
     """
-    # An earlier step of it may have mounted there since.
+    # An earlier step of the job may have mounted there since.
     take_off_dead_mounts(Path(spec.run_dir), Path(spec.directory))
     if find_mount(Path(spec.directory)) is None:
         return ""
@@ -167,7 +166,7 @@ def take_over(spec: MountSpec) -> str:
         return ""
     if known.state.fingerprint == spec.fingerprint:
         try:
-            # There may be a newer checkpoint than the one that was read ahead.
+            # "warm": there may be a newer checkpoint than the one that was read ahead.
             ask(known.folder, "warm" if spec.read_newest else "status")
             if join(known.folder, None, spec.user.pid if spec.user else None):
                 return "live"
@@ -184,11 +183,11 @@ def mount_checkpoints(
     *,
     forks: bool = False,
 ) -> MountedCheckpoints:
-    """Mount as `spec` says, served by a background process, whose environment has `variables`
-    beside ours, and lacks those that are None. The mount works when this returns.
+    """Mount a tree, served by a background process. The mount works when this returns.
 
-    `forks`: the background process may be a copy of this one, a program of ours that has no
-    variables to add. Raises: BootseerError; nothing is mounted then.
+    `variables` are added to the environment of the process, or removed if None. `forks`: the
+    process may be a fork of this one, which must be a program of Bootseer without `variables`.
+    Raises: BootseerError; nothing is mounted then.
     """
     run_dir = Path(spec.run_dir)
     state_dir = new_mount_dir(run_dir)
@@ -207,11 +206,11 @@ def mount_checkpoints(
 def restart_checkpoints(
     run_dir: Path, directory: Path, *, timeout_s: float, force: bool = False
 ) -> int:
-    """Replace the process that serves a mount by one of the installed code; return its id.
+    """Replace the process that serves a mount by a new one with the installed code; return its id.
 
-    Open files stay open. Waits until no file is being written, or with `force` lets those
-    writers fail, with EIO. Raises: NotFoundError, UnsupportedError, DeadlineError; BusyError, which
-    names what is being written.
+    Open files stay open. Wait until no file is being written; with `force`, let the writers fail
+    with EIO. Raises: NotFoundError, UnsupportedError, DeadlineError; BusyError with the files that
+    are being written.
     """
     path = absolute(directory)
     before = _ask(run_dir, path, "status")["worker_pid"]
@@ -240,13 +239,13 @@ def _ask(run_dir: Path, path: Path, command: str) -> dict[str, Any]:
 
 
 def _await_another(run_dir: Path, path: Path, before: int) -> int:
-    """Return the id of the process that serves instead of `before`; 0 if that one stays."""
+    """Return the id of the process that replaces `before`; 0 if `before` stays."""
     deadline = time.monotonic() + _RESTART_S
     while time.monotonic() < deadline:
         try:
             now = int(_ask(run_dir, path, "status")["worker_pid"])
         except (UnavailableError, NotFoundError):
-            # The one is gone, the other not there yet.
+            # The old process has ended, and the new one does not answer yet.
             deadline = max(deadline, time.monotonic() + _RESTART_S)
             now = before
         if now != before:
@@ -258,13 +257,14 @@ def _await_another(run_dir: Path, path: Path, before: int) -> int:
 def unmount_checkpoints(
     run_dir: Path, directory: Path, *, timeout_s: float = 10.0
 ) -> tuple[str, ...]:
-    """Unmount a checkpoint tree, also one whose server hangs or is dead.
+    """Unmount a checkpoint tree, even if its server hangs or is dead.
 
-    Lets open files be closed for a while; then aborts the mount, and ends its server. Returns the
-    files that were still being written: nothing of them is visible, and their writers get an error.
+    Wait `timeout_s` until open files are closed, then abort the mount and end its server.
 
-    Raises: NotFoundError where nothing is mounted there, InvalidInputError where something is that
-    is not ours.
+    Returns: The files that were still being written: their last bytes are lost, and their writers
+    get an error.
+    Raises: NotFoundError if nothing is mounted there; InvalidInputError if another kind of file
+    system is.
     """
     path = absolute(directory)
     known = find_known(run_dir, path)
@@ -284,7 +284,7 @@ def unmount_checkpoints(
         for process in known.state.processes:
             end_process(process)
     ended = read_state(known.folder)
-    # What was killed may hold the folder's lock for a moment longer than it is seen to run.
+    # A killed process may hold the folder's lock for a moment after it has ended.
     wait_released(known.folder, _RELEASED_S)
     with contextlib.suppress(OSError):
         lock = take_lock(known.folder, create=False)
@@ -297,12 +297,12 @@ def unmount_checkpoints(
 
 
 def take_off_dead_mounts(run_dir: Path, directory: Path) -> None:
-    """Take off the checkpoint mounts on `directory` whose server is gone, as after SIGKILL.
+    """Unmount the checkpoint mounts on `directory` whose server has died.
 
     A mount that answers stays. Raises: BootseerError.
     """
-    # One of ours that is stuck would keep us waiting. Those of other containers and namespaces are
-    # asked: their mount may be on another folder of this name.
+    # A running server of this namespace is not checked, because a stat would wait for it if it
+    # hangs. A server of another namespace may have mounted another folder of this name.
     known = find_known(run_dir, directory)
     is_ours = known is not None and known.state.mount_namespace in ("", mount_namespace())
     if known is not None and known.is_running and is_ours:
@@ -314,12 +314,12 @@ def take_off_dead_mounts(run_dir: Path, directory: Path) -> None:
         except OSError as error:
             if not is_disconnected(error):
                 return
-        _log.info("taking a mount off %s whose server is gone", directory)
+        _log.info("unmounting %s, whose server has died", directory)
         detach(directory, lazy=True)
 
 
 def make_mount_point(run_dir: Path, directory: Path) -> None:
-    """Make `directory` and its parents where they are missing. Raises: BootseerError."""
+    """Make `directory` and its missing parents. Raises: BootseerError."""
     take_off_dead_mounts(run_dir, absolute(directory))
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -328,11 +328,11 @@ def make_mount_point(run_dir: Path, directory: Path) -> None:
 
 
 def make_immutable(directory: Path) -> None:
-    """Set the immutable attribute of a mount point: without the mount, files cannot be made there.
+    """Set the immutable attribute of a mount point: without the mount, no user can make files.
 
-    Also holds for root. For a folder on which nothing is mounted; `chattr -i` undoes it.
-    Raises: InvalidInputError if the folder is not empty; UnsupportedError if its file system has no
-    such attribute; PermissionDeniedError.
+    The folder must not be mounted on; `chattr -i` undoes it. Raises: InvalidInputError if the
+    folder is not empty; UnsupportedError if its file system has no such attribute;
+    PermissionDeniedError.
     """
     try:
         folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

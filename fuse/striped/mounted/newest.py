@@ -1,10 +1,9 @@
-"""The newest complete checkpoint of a folder, and reading it ahead.
+"""Search for the newest complete checkpoint of a folder, which a start will load, and read-ahead.
 
-A start will most likely load it first. Rules of the usual frameworks tell which one it is: Megatron
-and DeepSpeed name theirs in a tracker file, which they write last; torch.distributed.checkpoint
-writes `.metadata` last, the trainer of Hugging Face `trainer_state.json`. Of a step that shows none
-of these, its names are compared with those of the step before. The rules are pure functions: names
-in, verdicts out. The fetching itself is the reader's, below every other urgency.
+The rules follow what the usual frameworks write last: Megatron and DeepSpeed a tracker file with
+the name of the checkpoint, torch.distributed.checkpoint `.metadata`, the trainer of Hugging Face
+`trainer_state.json`. The names in any other step are compared with those in the step before. The
+rules are pure functions of names. The reader fetches the files with the lowest priority.
 """
 
 import logging
@@ -21,11 +20,11 @@ _log = logging.getLogger(__name__)
 _MAX_DEPTH = 4
 _MAX_FILES = 10_000
 _MAX_TRACKER_BYTES = 4096
-# Steps of a series that are looked into; each costs a listing.
+# Steps of a series that are examined; each costs a listing.
 _MAX_TRIED = 8
 
 TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
-"""What `tracked_name` reads, the strongest first."""
+"""Tracker files, in order of precedence."""
 
 _NUMBER = re.compile(r"\d{1,18}")
 # iter_0001000, global_step1000, checkpoint-500, step_20, epoch=1-step=200.ckpt, model_5.pt
@@ -52,9 +51,9 @@ _MARKERS = frozenset(
 
 
 def tracked_name(trackers: dict[str, str], names: Sequence[str]) -> str | None:
-    """Return the one of `names` that the tracker files name; None if they name none.
+    """Return the item of `names` that the tracker files name, or None.
 
-    `trackers`: content by name. `latest` holds a name (DeepSpeed, and what people write by hand);
+    `trackers`: content by file name. `latest` holds a name (DeepSpeed, and people's own scripts);
     `latest_checkpointed_iteration.txt` holds a number (Megatron), as in `iter_0001000`, or
     "release".
     """
@@ -73,26 +72,26 @@ def tracked_name(trackers: dict[str, str], names: Sequence[str]) -> str | None:
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether the name says that the file or folder is not finished."""
+    """Return whether the name marks an unfinished file or folder."""
     return _TEMPORARY.search(name) is not None
 
 
 def is_beside(name: str) -> bool:
-    """Return whether the name is of a file that lies beside checkpoints: logs, settings."""
+    """Return whether the name is of a file that lies beside checkpoints, such as a log."""
     return _BESIDE.fullmatch(name) is not None
 
 
 def is_checkpoint(names: Iterable[str]) -> bool:
-    """Return whether a folder with these names is one checkpoint, not a folder of several."""
+    """Return whether a folder with these names is a checkpoint and not a folder of several."""
     return any(
         name in _MARKERS or name.endswith(".index.json") or _PART.search(name) for name in names
     )
 
 
 def steps(names: Iterable[str]) -> list[list[str]]:
-    """Return the names that end in a number, in series, of each the highest number first.
+    """Return the names that end in a number, as series with the highest number first.
 
-    `epoch_1` and `step_1` are of two series. Names that say "unfinished" are left out.
+    `epoch_1` and `step_1` belong to two series. Unfinished files and folders are left out.
     """
     series: dict[str, list[tuple[int, str]]] = defaultdict(list)
     names = set(names)
@@ -110,7 +109,7 @@ def steps(names: Iterable[str]) -> list[list[str]]:
 
 
 def is_complete(name: str, inside: Collection[str]) -> bool | None:
-    """Return whether a folder with these names in it is a whole step; None if they do not tell."""
+    """Return whether a folder with these names is a complete step; None if they do not tell."""
     if not inside or not _has_all_shards(inside):
         return False
     if any(entry.endswith(".metadata") for entry in inside) or "trainer_state.json" in inside:
@@ -123,17 +122,17 @@ def is_complete(name: str, inside: Collection[str]) -> bool | None:
 
 
 def is_like(inside: Collection[str], before: Collection[str]) -> bool:
-    """Return whether a step whose names do not tell has all files of the step before it."""
+    """Return whether a step has as many files as the step before it."""
     return len(inside) >= len(before)
 
 
 def is_description(name: str) -> bool:
-    """Return whether a file describes the others: every rank reads it first."""
+    """Return whether a file describes the others, so that every rank reads it first."""
     return name.endswith((".json", ".metadata", ".txt", "common.pt", ".yaml"))
 
 
 def _has_all_shards(inside: Collection[str]) -> bool:
-    """`model-00001-of-00004.safetensors` promises three more."""
+    # `model-00001-of-00004.safetensors` announces three more files.
     found: dict[tuple[str, str, str], set[int]] = defaultdict(set)
     for name in inside:
         if match := _SHARD.fullmatch(name):
@@ -145,7 +144,7 @@ def _has_all_shards(inside: Collection[str]) -> bool:
 
 
 def newest_files(storage: StripedStorage) -> Iterator[FileInfo]:
-    """Yield the files of the newest complete checkpoint; those that all ranks read first."""
+    """Yield the files of the newest complete checkpoint, descriptions first."""
     chosen = _newest(storage, "", _MAX_DEPTH, guess=True)
     if chosen is None:
         return
@@ -172,7 +171,7 @@ def _files(storage: StripedStorage, info: FileInfo, depth: int) -> Iterator[File
 def _newest(storage: StripedStorage, folder: str, depth: int, *, guess: bool) -> FileInfo | None:
     """Return the newest complete checkpoint in a folder, which may be the folder itself.
 
-    `guess`: where names tell nothing, the newest file or folder is taken.
+    `guess`: take the newest file or folder if the names do not tell.
     """
     entries = {_name(info): info for info in storage.tree.stored.entries(folder)}
     trackers = {name: _text(storage, entries[name]) for name in TRACKERS if name in entries}
@@ -182,9 +181,9 @@ def _newest(storage: StripedStorage, folder: str, depth: int, *, guess: bool) ->
     if tracked is not None and _verdict(storage, entries[tracked]) is not False:
         return entries[tracked]
     series = [[entries[name] for name in names] for names in steps(entries)]
-    # A run that begins anew counts from the start: what was saved last decides between series.
+    # A run that begins anew counts from the start, so the latest save decides between series.
     series.sort(key=lambda infos: -max(info.modified_ns for info in infos))
-    # Beside its steps Hugging Face's trainer puts the model, in the end.
+    # At its end, Hugging Face's trainer saves the model beside its steps.
     for wants_dirs in (True, False):
         for infos in series:
             chosen = _newest_step(storage, [i for i in infos if i.is_dir == wants_dirs])
@@ -210,7 +209,7 @@ def _newest(storage: StripedStorage, folder: str, depth: int, *, guess: bool) ->
 
 
 def _within(storage: StripedStorage, chosen: FileInfo, depth: int) -> FileInfo:
-    """Return `chosen`, or the newest checkpoint in it if it is a run rather than a step."""
+    """Return `chosen`, or the newest checkpoint in it if it is a run and not a step."""
     if not chosen.is_dir or depth <= 1:
         return chosen
     inside = storage.tree.stored.entries(chosen.path)
@@ -232,7 +231,7 @@ def _newest_step(storage: StripedStorage, infos: Sequence[FileInfo]) -> FileInfo
 
 
 def _verdict(storage: StripedStorage, info: FileInfo) -> bool | None:
-    # A file that is being written is not visible yet, so one that is visible is whole.
+    # Files become visible when they are complete.
     return is_complete(_name(info), _inside(storage, info)) if info.is_dir else True
 
 
@@ -251,9 +250,9 @@ def _text(storage: StripedStorage, info: FileInfo) -> str:
 def read_newest(
     storage: StripedStorage, budget_bytes: int, cancelled: Callable[[], bool] = lambda: False
 ) -> int:
-    """Fetch the newest checkpoint into the window; return the count of bytes.
+    """Fetch at most `budget_bytes` of the newest checkpoint into the window; return the count.
 
-    At most `budget_bytes`. Never raises: a start reads the rest when it needs it.
+    Never raises: a start reads the rest when it needs it.
     """
     done = 0
     try:

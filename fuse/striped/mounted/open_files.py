@@ -580,10 +580,9 @@ class OpenFiles:
                 pass
 
     def _outrun(self, handle: Handle) -> None:
-        """Protect bytes written through `handle` from handles that emptied the file and are closed.
+        """Keep handles that only emptied the file from replacing what `handle` has written.
 
-        The kernel may not have released such a handle yet, and its release would publish an empty
-        file.
+        The kernel may report the last close of such a handle after that of `handle`.
         """
         with self._lock:
             others = [h for node in self._nodes.same_file(handle.node) for h in node.handles]
@@ -672,7 +671,7 @@ class OpenFiles:
             self._on_published(directory)
 
     def _show(self, node: Node, directory: Node, view: FileView, *, is_first: bool) -> None:
-        """Let lookups find a newly published generation. The caller holds the lock."""
+        """Make lookups find a generation that has just been published; the lock is held."""
         found = directory.children.get(node.name)
         if found is not None and found.is_local:
             self._nodes.make_writing(found)

@@ -191,7 +191,7 @@ class CheckpointWorker:
     # ---- what is asked of it --------------------------------------------------------------
 
     def _tell_status(self) -> Mapping[str, Any]:
-        statistics = self._storage.counters.look()
+        statistics = self._storage.counters.read()
         return status_document(
             self._state, statistics, self.operations.figures(), self._memory(), self._errors.kept()
         )
@@ -205,7 +205,7 @@ class CheckpointWorker:
         }
 
     def _look(self, is_mounted: bool) -> Look:
-        statistics, started_s = self._storage.counters.look(), self._state.started_ns / 1e9
+        statistics, started_s = self._storage.counters.read(), self._state.started_ns / 1e9
         return Look(statistics, self.operations.figures(), self._memory(), started_s, is_mounted)
 
     def _restart(self, *, now: bool = False) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
-"""The logical files of a storage: what each stored name is, and which stored names are hidden.
+"""Logical files of a storage, as they are stored now.
 
-A name is a striped file, an ordinary one, a directory, or nothing. Keeps the layouts that were read
-lately. Thread-safe; no call waits for a change of names.
+A stored name is a striped file, an ordinary one, a directory, or hidden. Keeps the layouts that
+were read lately. Thread-safe; no call waits for a change of names.
 """
 
 import errno
@@ -103,7 +103,7 @@ class StoredFiles:
     def shown(self, info: FileInfo) -> FileStatus:
         """Return the status of the stored file `info`.
 
-        A damaged file gets the status of the stored bytes, so that it is listed and can be removed.
+        A damaged file is shown as an ordinary file, so that it can be listed and removed.
         """
         try:
             return self.status_of(info)
@@ -124,7 +124,7 @@ class StoredFiles:
         ]
 
     def view_of(self, info: FileInfo) -> FileView:
-        """Return the generation that the stored file `info` is."""
+        """Return the view of the stored file `info`, ready to be read."""
         known = self._know(info, whole=True)
         info, layout = known.info, known.layout
         if info.is_dir:
@@ -135,7 +135,7 @@ class StoredFiles:
         return FileView(info.path, layout.generation, layout.size_bytes, info.modified_ns, layout)
 
     def is_striped(self, info: FileInfo) -> bool:
-        """Whether the stored file `info` is a layout."""
+        """Return whether the stored file `info` is a layout."""
         return self._know(info).header is not None
 
     def _know(self, info: FileInfo, *, whole: bool = False) -> _Known:
@@ -174,7 +174,8 @@ class StoredFiles:
                 problem = error
             if problem is None and len(data) == length:
                 return _Known(info, header, layout)
-            # Replaced since it was looked at or listed: look again, and believe it the last time.
+            # The file may have been replaced since `info` was read: compare with a new `info`.
+            # The result of the last attempt counts.
             again = self._backend.stat(info.path)
             if attempt == 2 or again == info:
                 if problem is not None:
@@ -193,12 +194,12 @@ class StoredFiles:
 
 
 def new_generation() -> str:
-    """Return the name of a new generation, which no other writer chooses on any node."""
+    """Return a random name for a new generation, unique on all nodes."""
     return secrets.token_hex(16)
 
 
 def run_name(directory: str, generation: str) -> str:
-    """Return where a stored file lies that is about to be joined to another one of `directory`."""
+    """Return the path of a file that will be joined to another one of `directory`."""
     name = f"{_RUN_PREFIX}{generation}"
     return f"{directory}/{name}" if directory else name
 

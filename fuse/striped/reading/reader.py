@@ -1,9 +1,7 @@
 """Parallel, verified reads through one window of memory for a whole mount.
 
-A `StripedReader` knows which files are open, and decides what each read fetches: for it and ahead
-of it. The memory and the waits are the `window`'s; a `FetchEngine` makes the reads.
-
-Thread safety: any thread may call any method.
+`StripedReader` knows which files are open, and decides which bytes are fetched for each read and
+ahead of it. `window` holds the memory and waits; a `FetchEngine` makes the reads. Thread-safe.
 """
 
 import os
@@ -19,7 +17,7 @@ from bootseer.fuse.striped.reading.window import CachedRead, Window, wait_for
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView, Span
 from bootseer.store.backend import Backend, HasDescriptor
-from bootseer.transfer.engine import FetchEngine, Figures, Job, State, Try
+from bootseer.transfer.engine import EngineFigures, FetchEngine, JobState, ReadJob, Try
 from bootseer.transfer.policy import UNTIL_DEADLINE
 from bootseer.transfer.ranges import Priority
 
@@ -33,7 +31,7 @@ _COPIED_PER_CPU = 3
 _NO_SLOT_S = 1.0
 _WARM_STEP_BYTES = 32 * 2**20
 _ACTIVE_S = 10.0
-# Streams that have ended are noticed so much later: to count all looks at each open file.
+# The active streams are counted at most this often: each count visits every open file.
 _COUNTED_S = 0.1
 
 
@@ -41,7 +39,7 @@ def _never() -> bool:
     return False
 
 
-class _Figures(Figures):
+class _Figures(EngineFigures):
     """Counts an engine's reads in the mount's counters."""
 
     def __init__(self, counters: Counters) -> None:
@@ -54,10 +52,10 @@ class _Figures(Figures):
         )
         self._counters.add_for(_place_of(one), read_bytes=count, read_count=1, read_busy_ns=busy_ns)
 
-    def retried(self, job: Job, error: BaseException) -> None:
+    def retried(self, job: ReadJob, error: BaseException) -> None:
         self._counters.add(read_retry_count=1)
 
-    def damaged(self, job: Job) -> None:
+    def damaged(self, job: ReadJob) -> None:
         self._counters.add(corrupt_count=1)
 
     def late(self, one: Try) -> None:
@@ -114,11 +112,11 @@ class StripedReader:
 
     @property
     def fetched_bytes(self) -> int:
-        """Read from the storage so far."""
-        return self._counters.look().fetched_bytes
+        """Count of bytes that were read from the storage so far."""
+        return self._counters.read().fetched_bytes
 
     def end_reads(self) -> None:
-        """Tell every waiter that there will be no more reads, and end the threads."""
+        """Fail all reads that are waited for, and end the threads."""
         self._engine.close()
 
     # ---- open files -----------------------------------------------------------------------
@@ -131,8 +129,10 @@ class StripedReader:
             return file
 
     def close(self, file: OpenFile) -> bool:
-        """End one use of `file`; return whether it was the last one. Cached bytes stay until memory
-        is needed."""
+        """End one use of `file`; return whether it was the last one.
+
+        Cached bytes stay until memory is needed.
+        """
         with self._lock:
             file.open_count -= 1
             if file.open_count:
@@ -158,7 +158,7 @@ class StripedReader:
             reader = file.parts.replicas(self._backend, view.path).descriptor()
             return reader if reader is not None and view.is_in(reader.current()) else None
         except (BootseerError, OSError):
-            return None  # the reads will tell
+            return None  # A read will raise the error.
 
     # ---- reading --------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class StripedReader:
         length: int,
         cancelled: Callable[[], bool] = _never,
     ) -> list[memoryview]:
-        """Bytes `[offset, offset + length)`, shorter only at the end of the file, in pieces.
+        """Return `[offset, offset + length)`, shorter only at the end of the file, in pieces.
 
         Raises: CorruptError, DeadlineError, UnavailableError, InterruptedError.
         """
@@ -192,7 +192,7 @@ class StripedReader:
         return self._collect(file, wanted, offset, end, advice.whole_units, cancelled)
 
     def read_bytes(self, file: OpenFile, offset: int, length: int) -> bytes:
-        """Reads like `read`, and returns the bytes in one piece."""
+        """Return the bytes of `read` in one piece."""
         return b"".join(self.read(file, offset, length))
 
     def read_into(
@@ -202,11 +202,11 @@ class StripedReader:
         buffer: memoryview,
         cancelled: Callable[[], bool] = _never,
     ) -> int:
-        """Fill `buffer` from `offset`; returns the count, short only at the end of the file.
+        """Fill `buffer` from `offset`; return the count, short only at the end of the file.
 
-        Whole stripe units are fetched straight into it, all in parallel; only the ends, and what is
-        in the window already, are copied. When this has raised, nothing more is written into
-        `buffer`. Raises as `read`.
+        Whole stripe units are fetched straight into `buffer`, all in parallel; only the ends, and
+        units that are in the window already, are copied. After an error nothing more is written
+        into `buffer`. Raises as `read`.
         """
         if file.pinned is not None:
             piece = memoryview(file.pinned)[offset : offset + len(buffer)]
@@ -230,7 +230,7 @@ class StripedReader:
                 else:
                     copied.append((position, stop))
                 position = stop
-            # While those are on their way.
+            # Copy while the whole units are on their way.
             for start, stop in copied:
                 at = start - offset
                 reads = self._demand(file, start, stop, False, cancelled)
@@ -272,7 +272,7 @@ class StripedReader:
         position = 0
         try:
             while position < file.view.size_bytes:
-                while under_way and under_way[0].state is State.ENDED:
+                while under_way and under_way[0].state is JobState.ENDED:
                     wait_for_first()
                 while not slots.acquire(timeout=_NO_SLOT_S):
                     wait_for_first()
@@ -303,14 +303,14 @@ class StripedReader:
             self._backend, self._memory, file, unit, patience_s=self._patience_s, target=target
         )
         with self._engine.lock:
-            # Not as a demand: those are served in their order, these evenly over the stored files.
+            # Demands are served in order; these reads are spread evenly over the stored files.
             self._engine.add(read, Priority.PREFETCH)
         return read
 
     def warm(self, file: OpenFile, budget_bytes: int, cancelled: Callable[[], bool]) -> int:
-        """Fetch the start of a file, at most `budget_bytes`, below every other urgency.
+        """Fetch the start of a file, at most `budget_bytes`, with the lowest priority.
 
-        Waits for it; returns how many bytes are here.
+        Waits until the bytes are in memory, and returns their count.
         """
         end = min(budget_bytes, file.view.size_bytes)
         position = 0
@@ -326,7 +326,7 @@ class StripedReader:
     # ---- the steps of a read --------------------------------------------------------------
 
     def _window_max_bytes(self, file: OpenFile, now_s: float) -> int:
-        """Returns the share of one stream: the mount's memory is divided among active streams."""
+        """Return the share of one stream in the mount's memory, which active streams divide."""
         since_s = now_s - _ACTIVE_S
         if now_s >= self._counted_until_s:
             self._counted_until_s = now_s + _COUNTED_S
@@ -347,8 +347,7 @@ class StripedReader:
         whole_units: bool,
         cancelled: Callable[[], bool],
     ) -> list[CachedRead]:
-        """The reads that cover the range, each here or on its way; the caller owns a waiter's
-        share in each until `_collect` is done with it."""
+        """Return reads that cover the range. The caller holds each until `_collect` has ended."""
         reads: list[CachedRead] = []
         position = offset
         try:
@@ -357,7 +356,7 @@ class StripedReader:
                 reads.append(read)
                 position = read.span.end
         except BaseException:
-            self._window.let_go(reads)
+            self._window.end_use(reads)
             raise
         return reads
 
@@ -383,8 +382,8 @@ class StripedReader:
                 result.append(read.data[position - read.span.start : stop - read.span.start])
                 position = stop
         finally:
-            self._window.let_go(reads)
-        # Who follows on another descriptor (ranks of a node) needs what this one leaves behind.
+            self._window.end_use(reads)
+        # A reader that follows on another descriptor (a rank of the node) needs these units, too.
         if sequential and file.open_count < 2:
             with self._lock:
                 is_only = file.streams.active_count(time.monotonic() - _ACTIVE_S) == 1

@@ -1,10 +1,10 @@
-"""Readers of stored files: several of each, because another reader may be served by another disk.
+"""Several readers for each stored file: a second reader may be served by another disk.
 
-A reader asks fixed replicas of each block; another reader of the same file may ask others.
-hdfs-native neither says which DataNode serves nor lets its caller choose, so `Replicas` learns by
-reader and block: a reader that was late is avoided, one that was fast is kept.
+A reader reads each block from the same replica; another reader of the file may get another one.
+hdfs-native neither says which DataNode serves nor lets its caller choose. So `Replicas` notes by
+reader and block which one was slow, to avoid it, and which one was fast, to use it again.
 
-Thread safety: any thread may call any method. Opening waits as long as the backend does.
+Thread-safe. Opening waits as long as the backend does.
 """
 
 import itertools
@@ -15,9 +15,9 @@ from collections.abc import Collection
 from bootseer.store.backend import Backend, HasDescriptor, Reader
 from bootseer.store.single_flight import SingleFlight
 
-# Each one is a new chance of another replica; a block rarely has more than three.
+# Each reader may get another replica; a block rarely has more than three.
 _READERS_MAX = 5
-# A descriptor or the blocks' places of as many files: appended files have many parts.
+# Each reader holds a descriptor or the places of all blocks. A file that grew has many parts.
 _FILES_MAX = 64
 _DEFAULT_BLOCK_BYTES = 64 * 2**20
 
@@ -36,7 +36,7 @@ class Replicas:
         self._block_bytes = _DEFAULT_BLOCK_BYTES
         self._slow: set[tuple[int, int]] = set()
         self._good: dict[int, int] = {}
-        """By block, the reader that served it at the usual pace."""
+        """Number of the reader that was fast, by block."""
 
     def pick(self, offset: int, avoided: Collection[int]) -> tuple[int, Reader]:
         """Return the best reader for the block at `offset`, and its number.
@@ -49,7 +49,7 @@ class Replicas:
         return self._opening.do("", lambda: self._best(offset, ()), self._open)
 
     def _best(self, offset: int, avoided: Collection[int]) -> tuple[int, Reader] | None:
-        """Return the best of the open readers, or None if another one should be opened."""
+        """Return the best open reader; None if another one should be opened."""
         with self._lock:
             block = self._block(offset)
             others = [n for n in self._readers if n not in avoided]
@@ -60,7 +60,7 @@ class Replicas:
                 if (number, block) not in self._slow:
                     return number, self._readers[number]
             if len(self._readers) >= _READERS_MAX:
-                # All were tried for this block and found slow: the storage is, not the replica.
+                # All readers were slow for this block, so not the replica but the storage is slow.
                 number = (others or list(self._readers))[-1]
                 return number, self._readers[number]
             return None
@@ -71,7 +71,7 @@ class Replicas:
         return reader if isinstance(reader, HasDescriptor) else None
 
     def was_late(self, number: int, offset: int) -> None:
-        """Note that a reader did not keep pace at `offset`."""
+        """Note that a reader was slow at `offset`."""
         with self._lock:
             block = self._block(offset)
             self._slow.add((number, block))
@@ -79,7 +79,7 @@ class Replicas:
                 del self._good[block]
 
     def was_good(self, number: int, offset: int) -> None:
-        """Note that a reader kept pace at `offset`."""
+        """Note that a reader was fast at `offset`."""
         with self._lock:
             block = self._block(offset)
             self._slow.discard((number, block))

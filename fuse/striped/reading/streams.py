@@ -1,8 +1,7 @@
-"""Tells sequential readers from random ones. Pure, but for the state it is about; the caller locks.
+"""Detection of sequential readers, and how far to read ahead of them. The caller locks.
 
-One tracker per generation of a file, shared by every descriptor on it: readers that share one
-descriptor, several descriptors, and page faults of an mmap all look alike here: as a set of places
-at which the next read is expected.
+A generation of a file has one tracker for all descriptors, because requests do not say which reader
+they come from. A tracker holds the offsets at which it expects the next read of each reader.
 """
 
 from msgspec import Struct
@@ -10,8 +9,8 @@ from msgspec import Struct
 MAX_STREAMS = 32
 # Reads of one sequential reader may be served slightly out of order by several server threads.
 _SLACK_BYTES = 2 * 2**20
-# How far ahead a stream may run, as a multiple of what it has read: a header of a few KiB that is
-# read in small pieces must not start megabytes.
+# How far to read ahead, as a multiple of what was read: a header of a few KiB that is read in small
+# pieces must not start megabytes of reads.
 _GROWTH = 4
 # Enough that every part of a default file (8 units of 4 MiB) is fetched while another such round
 # is being read.
@@ -28,14 +27,14 @@ class _Stream(Struct):
     is_sequential: bool
     window_bytes: int
     widened_until: int = 0
-    """How far the stream must come before its latest window has been of use."""
+    """Offset up to which the window is not widened again."""
 
 
 class Advice(Struct, frozen=True):
     """Advice about one read: which bytes to fetch for it and ahead of it."""
 
     whole_units: bool
-    """Fetch the units that it touches, not just the blocks."""
+    """Whether to fetch whole units for the read, not just blocks."""
     ahead_start: int
     ahead_end: int
     """Read ahead `[ahead_start, ahead_end)`; empty for a random read."""
@@ -45,12 +44,12 @@ class StreamTracker:
     """The streams of one file."""
 
     def __init__(self, window_bytes: int = START_WINDOW_BYTES) -> None:
-        """`window_bytes`: how far a stream may run ahead as long as nothing holds it up."""
+        """Track with windows of `window_bytes`, which `held_up` widens."""
         self._streams: list[_Stream] = []
         self._window_bytes = window_bytes
 
     def observe(self, start: int, end: int, window_max_bytes: int, now_s: float) -> Advice:
-        """Note a read of `[start, end)`; returns what to fetch for it and ahead of it."""
+        """Note a read of `[start, end)`; return which bytes to fetch for it and ahead of it."""
         stream = self._match(start)
         if stream is None:
             stream = _Stream(end, end - start, end, now_s, False, self._window_bytes)
@@ -79,8 +78,10 @@ class StreamTracker:
         return Advice(True, ahead_start, stream.ahead)
 
     def held_up(self, end: int) -> None:
-        """Widen the window of the stream that has come to `end`, and waits while later bytes are
-        here already: one stored file is behind the others, and only so are those kept busy."""
+        """Widen the window of the stream at `end`: it waits for one stored file, others are idle.
+
+        A wider window keeps the faster stored files busy.
+        """
         for stream in self._streams:
             if stream.next == end >= stream.widened_until:
                 stream.window_bytes += stream.window_bytes // 2
@@ -91,7 +92,7 @@ class StreamTracker:
         return sum(1 for s in self._streams if s.is_sequential and s.used_s >= since_s)
 
     def fell_short(self, end: int, reached: int) -> None:
-        """The read-ahead that was advised up to `end` was only started up to `reached`."""
+        """Note that read-ahead which was advised up to `end` was started only up to `reached`."""
         for stream in self._streams:
             if stream.ahead == end:
                 stream.ahead = reached

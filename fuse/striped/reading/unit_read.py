@@ -1,8 +1,7 @@
 """Reads of open files, as jobs of the fetch engine.
 
-A `UnitRead` is one run of bytes of an open file: a stripe unit, or a block of one. It says where
-the bytes are stored, how they are checked, and which memory they go to. While it is held by the
-`window` it is also the place where the bytes are found.
+A `UnitRead` is the read of a stripe unit of an open file, or of a block. It says where the bytes
+are stored, how they are checked, and which memory they go to. `window` keeps it with its bytes.
 """
 
 import errno
@@ -19,7 +18,7 @@ from bootseer.fuse.striped.reading.streams import START_WINDOW_BYTES, StreamTrac
 from bootseer.fuse.striped.view import FileView, Span
 from bootseer.store.backend import Backend, Reader
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.engine import Job, ReadInto, State, Try
+from bootseer.transfer.engine import JobState, ReadInto, ReadJob, Try
 
 _BLOCKS_AHEAD = 4
 # A missing file may be seen a moment later, where several servers answer for the storage.
@@ -32,8 +31,8 @@ Key: TypeAlias = tuple[str, int, bool]
 class OpenFile:
     """Generation of a file that is open or read ahead.
 
-    The lock of the `reader` guards `streams` and the counts, that of the engine `passed`. `view`
-    and `pinned` are replaced as a whole by the thread that changes the file's name.
+    The lock of the `reader` guards `streams` and the counts; the engine's lock guards `passed`.
+    The thread that changes the file's name replaces `view` and `pinned`.
     """
 
     __slots__ = ("active_count", "open_count", "parts", "passed", "pinned", "streams", "view")
@@ -44,16 +43,16 @@ class OpenFile:
         self.streams = StreamTracker(max(START_WINDOW_BYTES, _BLOCKS_AHEAD * view.block_bytes))
         self.parts = OpenedParts(are_checked=view.layout is not None)
         self.active_count = 0
-        """How many streams were active when they were counted last."""
+        """Count of active streams, as of the last time they were counted."""
         self.open_count = 0
         self.passed: deque[Key] = deque()
-        """The units that its only reader left behind last."""
+        """The units that the file's only reader has read last."""
         self.pinned: bytes | None = None
-        """The whole content, once the stored file is about to go away under its readers."""
+        """The whole content, set before the stored file is removed under its readers."""
 
 
-class UnitRead(Job):
-    """Run of bytes that a reader of a file wants, or will want."""
+class UnitRead(ReadJob):
+    """Read of a unit or block of an open file."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class UnitRead(Job):
         """The bytes, checked; set when they are here."""
         self._path = view.path
         self._file: OpenFile | None = file
-        """Let go of at the end: who drops the last `OpenFile` closes its stored files."""
+        """None after the end: dropping the last reference to an `OpenFile` closes its files."""
         self._backend = backend
         self._memory = memory
         self._patience_s = patience_s
@@ -120,9 +119,8 @@ class UnitRead(Job):
         self._readers[number] = reader
         one.number, one.has_replicas = number, reader.has_replicas
         one.tells_progress = reader.can_stop
-        # A read that failed needs the storage's own checks, which find a replica that is well. A
-        # late one is read in the same way from another replica; where there is none, another way
-        # may help.
+        # After a failure the storage's own checks are needed to find a replica that is not damaged.
+        # A late read is repeated in the same way from another replica, if there is one.
         one.attempt.is_checked = (
             self.view.layout is not None
             and not self.failure_count
@@ -156,7 +154,9 @@ class UnitRead(Job):
         if target is not None and may_stop and all(o.has_returned for o in self._in_target):
             self._in_target.append(one)
             return target
-        return self._memory.take(self.length, self._patience_s, lambda: self.state is State.ENDED)
+        return self._memory.take(
+            self.length, self._patience_s, lambda: self.state is JobState.ENDED
+        )
 
     def spare_buffer(self) -> memoryview | None:
         return self._memory.try_take(self.length)
@@ -194,7 +194,7 @@ class UnitRead(Job):
         if self._replicas is not None:
             self._replicas.was_late(one.number, self._offset)
 
-    def told(self, error: BaseException) -> BaseException:
+    def waiter_error(self, error: BaseException) -> BaseException:
         if isinstance(error, NotFoundError):
             return UnavailableError(
                 f"{self._path} cannot be read on: the stored file behind it is gone; it was "
@@ -211,7 +211,7 @@ class UnitRead(Job):
     # ---- called by readers --------------------------------------------------------------------
 
     def leave_target(self) -> None:
-        """Return when nothing is written into the target any more. The read has ended."""
+        """Return when nothing is written into the target any more; called after the read ended."""
         for one in self._in_target:
             one.attempt.stop()
         with self._leaving:
@@ -220,8 +220,7 @@ class UnitRead(Job):
     def raise_error(self) -> None:
         """Raise the error that ended the read, if there was one.
 
-        Each of several readers gets a copy of its own: a raised exception collects the traceback of
-        one thread.
+        Each of several readers gets its own copy: an exception holds the traceback of one thread.
         """
         error = self.error
         if error is None:

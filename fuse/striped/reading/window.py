@@ -72,7 +72,7 @@ class Window:
     ) -> CachedRead:
         """Return the read that holds `position` of a request up to `end`, here or on its way.
 
-        It is held for the caller until `let_go`. Raises as taking memory does.
+        It is held for the caller until `end_use`. Raises as taking memory does.
         """
         view = file.view
         unit, block = view.unit_at(position), view.block_at(position)
@@ -107,7 +107,7 @@ class Window:
         return position
 
     def has(self, file: OpenFile, unit: Span) -> bool:
-        """Whether a whole unit is here or on its way."""
+        """Return whether a whole unit is in memory or on its way."""
         with self._lock:
             return (file.view.identity, unit.start, True) in self._reads
 
@@ -139,8 +139,10 @@ class Window:
             return read
 
     def starves_others(self, file: OpenFile, read: UnitRead) -> bool:
-        """Whether a stored file has brought all units that it was asked for behind `read`, which is
-        not here yet, and so has nothing to do."""
+        """Return whether a stored file is idle while `read` is waited for.
+
+        It is idle if all units after `read` that were requested from it are in memory.
+        """
         if read.data is not None:
             return False
         identity, start = file.view.identity, read.span.start
@@ -170,10 +172,10 @@ class Window:
 
     # ---- giving up memory ---------------------------------------------------------------------
 
-    def let_go(self, reads: Sequence[CachedRead]) -> None:
-        """Note that the caller needs the reads that it holds no more."""
+    def end_use(self, reads: Sequence[CachedRead]) -> None:
+        """End the caller's use of the reads that `demand` returned."""
         for read in reads:
-            self.memory.let_go(read)
+            self.memory.end_use(read)
 
     def passed(
         self, file: OpenFile, reads: Sequence[CachedRead], end: int, *, is_only: bool
@@ -197,7 +199,7 @@ class Window:
 
     def ended(self, read: CachedRead) -> None:
         """Note that a read has failed, or that its bytes are here; the lock is held."""
-        self.memory.let_go(read)
+        self.memory.end_use(read)
         if read.error is not None:
             self._forget(read)
 

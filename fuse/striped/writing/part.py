@@ -95,12 +95,12 @@ class _File:
         while self._held_bytes - self._held[0].length >= writer_held_bytes:
             oldest = self._held.popleft()
             self._held_bytes -= oldest.length
-            memory.let_go(oldest.length)
+            memory.end_hold(oldest.length)
             memory.keep(oldest)
 
     def end_holding(self, memory: WriteMemory) -> None:
         """Forget which units the writer refers to: it has ended."""
-        memory.let_go(self._held_bytes)
+        memory.end_hold(self._held_bytes)
         self._held.clear()
         self._held_bytes = 0
 

@@ -193,7 +193,7 @@ class WriteMemory:
         return Unit(pieces, length, first_block, self._memory)
 
     def hold(self, unit: Unit) -> bool:
-        """Count a unit that the storage's writer still refers to; `let_go` must follow.
+        """Count a unit that the storage's writer still refers to; `end_hold` must follow.
 
         Return False if too much is held already. Then the unit counts as kept, although dropping
         it frees nothing yet.
@@ -206,7 +206,7 @@ class WriteMemory:
             self._held_bytes += unit.length
             return True
 
-    def let_go(self, count: int) -> None:
+    def end_hold(self, count: int) -> None:
         """Count `count` bytes less that storage writers refer to."""
         with self._lock:
             self._held_bytes -= count

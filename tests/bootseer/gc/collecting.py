@@ -8,7 +8,7 @@ from pathlib import Path
 from bootseer.base.content_digest import content_digest
 from bootseer.gc.collect import Collected, collect
 from bootseer.gc.inventory import take_inventory
-from bootseer.gc.plan import Plan, make_plan
+from bootseer.gc.plan import CollectionPlan, make_plan
 from bootseer.gc.retention import Rules
 from bootseer.launch.formats import FORMATS
 from bootseer.prefetch.bundle import hot_store
@@ -21,7 +21,7 @@ from bootseer.prefetch.index.catalogue import (
     read_tree,
 )
 from bootseer.prefetch.index.chains import chain_ids, read_chain
-from bootseer.prefetch.publish.hot_build import add_trace
+from bootseer.prefetch.publish.bundle_build import add_trace
 from bootseer.prefetch.record.file_rows import TracedFile
 from bootseer.prefetch.record.trace import Access, Trace
 from bootseer.settings.config import Settings
@@ -36,7 +36,7 @@ from testbed.mounts.image_mounts import index
 NOW = Rules(grace_s=0)
 
 
-def run_gc(settings: Settings, rules: Rules = NOW) -> tuple[Plan, Collected]:
+def run_gc(settings: Settings, rules: Rules = NOW) -> tuple[CollectionPlan, Collected]:
     with open_store(settings.store_url) as store:
         inventory = take_inventory(store, FORMATS)
         plan = make_plan(inventory, rules)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bootseer.http.addresses import Reach, is_loopback, may_lead, reach_of
+from bootseer.http.addresses import Reach, is_loopback, may_redirect, reach_of
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_who_may_lead_where() -> None:
         Reach.MACHINE: {Reach.EVERYBODY, Reach.NETWORK, Reach.MACHINE},
     }
     for registry, targets in allowed.items():
-        assert {target for target in Reach if may_lead(registry, target)} == targets
+        assert {target for target in Reach if may_redirect(registry, target)} == targets
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.9.9.9:5000", "[::1]:5000"])

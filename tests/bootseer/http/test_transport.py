@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 import pytest
 
 from bootseer.errors import DeadlineError, UnavailableError
-from bootseer.http.transport import Server, Transport, proxy_for, retry_after_s
+from bootseer.http.transport import HttpServer, Transport, proxy_for, retry_after_s
 from testbed.servers.answering import talking
 from testbed.servers.registry import QuietHandler, serve
 from testbed.waiting import TIMEOUT_S, wait_for
@@ -45,7 +45,7 @@ def test_an_upload_of_which_a_byte_is_taken_now_and_then_ends() -> None:
 
     body = bytes(64 * MIB)
     with talking(take_drops) as server:
-        transport = Transport(Server(server, f"http://{server}/v2"), 1.0)
+        transport = Transport(HttpServer(server, f"http://{server}/v2"), 1.0)
         error = ends(lambda: transport.request("PUT", f"http://{server}/v2/x", {}, body))
         assert isinstance(error, DeadlineError | UnavailableError)
         transport.close()
@@ -59,7 +59,7 @@ def test_a_proxy_whose_answer_never_ends_is_left(monkeypatch: pytest.MonkeyPatch
             connection.sendall(b"x")
 
     with talking(drip) as proxy:
-        far = Server(
+        far = HttpServer(
             "far.example", "https://far.example/v2", proxy=f"http://{proxy}", connect_s=0.5
         )
         transport = Transport(far, 1.0)
@@ -70,9 +70,9 @@ def test_a_proxy_whose_answer_never_ends_is_left(monkeypatch: pytest.MonkeyPatch
 
 _FORKED = """
 import os, signal, sys
-from bootseer.http.transport import Server, Transport
+from bootseer.http.transport import HttpServer, Transport
 
-server = Server("here", sys.argv[1])
+server = HttpServer("here", sys.argv[1])
 transport = Transport(server, 60.0)
 
 def ask():
@@ -117,7 +117,9 @@ def test_a_name_that_is_never_found_is_left(scheme: str, monkeypatch: pytest.Mon
         raise socket.gaierror("no such name")
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
-    with Transport(Server("far", f"{scheme}://far.example", proxy="", connect_s=0.1), 1.0) as far:
+    with Transport(
+        HttpServer("far", f"{scheme}://far.example", proxy="", connect_s=0.1), 1.0
+    ) as far:
         error = ends(lambda: far.request("GET", f"{scheme}://far.example/", {}))
         over.set()
     assert isinstance(error, DeadlineError)
@@ -137,7 +139,7 @@ def test_requests_at_once_need_one_thread_to_watch_them() -> None:
 
     server = serve(Handler)
     host = f"127.0.0.1:{server.server_address[1]}"
-    transport = Transport(Server(host, f"http://{host}/v2"), 240.0)
+    transport = Transport(HttpServer(host, f"http://{host}/v2"), 240.0)
     answers: list[int] = []
 
     def ask() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.credentials import Credential
-from bootseer.registry.hosts import Host
+from bootseer.registry.hosts import RegistryHost
 from bootseer.transfer.policy import Policy
 from testbed.servers.registry import Registry, running_registry
 
@@ -41,7 +41,7 @@ def connect(repository: str, tmp_path: Path) -> Iterator[Connect]:
             *servers: str, login: Credential | None = None, deadline_s: float = 30.0
         ) -> RegistryClient:
             hosts = [
-                Host(
+                RegistryHost(
                     server,
                     f"http://{server}/v2",
                     namespace="" if server == servers[-1] else servers[-1],

@@ -8,7 +8,7 @@ from bootseer.errors import PermissionDeniedError
 from bootseer.http import transport
 from bootseer.http.addresses import Reach, reach_of
 from bootseer.registry.client import RegistryClient
-from bootseer.registry.hosts import Host
+from bootseer.registry.hosts import RegistryHost
 from testbed.servers.registry import QuietHandler, serve
 
 
@@ -57,7 +57,7 @@ def test_a_registry_on_the_internet_leads_to_nothing_inside(
     monkeypatch.setenv("no_proxy", "*")
     Outside.target = f"http://{name}:{inside.server_address[1]}/latest/meta-data/"
     Outside.asks_for_login = asks_for_login
-    host = Host("r", f"http://127.0.0.2:{outside.server_address[1]}/v2")
+    host = RegistryHost("r", f"http://127.0.0.2:{outside.server_address[1]}/v2")
     try:
         with (
             RegistryClient("a/b", [host], find_login=lambda *_: None, deadline_s=10) as client,
@@ -77,7 +77,7 @@ def test_a_local_registry_does_not_lead_to_the_metadata_of_a_cloud() -> None:
 
     server = serve(Local)
     try:
-        host = Host("r", f"http://127.0.0.1:{server.server_address[1]}/v2")
+        host = RegistryHost("r", f"http://127.0.0.1:{server.server_address[1]}/v2")
         with (
             RegistryClient("a/b", [host], find_login=lambda *_: None, deadline_s=10) as client,
             pytest.raises(PermissionDeniedError, match="link-local"),

@@ -12,7 +12,7 @@ from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableErr
 from bootseer.registry.client import open_registry_client
 from bootseer.registry.credentials import Credential
 from bootseer.registry.documents import MANIFEST_TYPE, digest_of
-from bootseer.registry.hosts import Host
+from bootseer.registry.hosts import RegistryHost
 from bootseer.registry.reference import parse_reference
 from bootseer.registry.tokens import Authorizer
 from testbed.servers.faulty_relay import Fault, FaultyRelay
@@ -204,7 +204,7 @@ def test_a_token_for_longer_than_a_number_holds(
 
 
 def test_a_login_is_not_sent_unencrypted() -> None:
-    host = Host("r.io", "https://r.io/v2")
+    host = RegistryHost("r.io", "https://r.io/v2")
     never = SimpleNamespace(request=None)
     authorizer = Authorizer(host, "a", never, lambda *_: LOGIN, 1.0)  # type: ignore[arg-type]
     with pytest.raises(PermissionDeniedError, match="unencrypted"):

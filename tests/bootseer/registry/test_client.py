@@ -20,7 +20,7 @@ from bootseer.errors import (
 from bootseer.http import ranges
 from bootseer.registry.client import RegistryClient, open_registry_client
 from bootseer.registry.documents import INDEX_TYPE, MANIFEST_TYPE, digest_of, fallback_tag
-from bootseer.registry.hosts import Host
+from bootseer.registry.hosts import RegistryHost
 from bootseer.registry.reference import parse_reference
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.registry import Registry, free_port
@@ -194,7 +194,7 @@ def test_a_registry_that_is_not_there(connect: Connect) -> None:
 
 
 def test_a_mirror_that_may_not_push(connect: Connect, registry: Registry) -> None:
-    host = Host(registry.host, f"{registry.url}/v2", capabilities=frozenset(("pull",)))
+    host = RegistryHost(registry.host, f"{registry.url}/v2", capabilities=frozenset(("pull",)))
     with RegistryClient("a/b", [host]) as client, pytest.raises(UnsupportedError, match="push"):
         client.push_blob(digest_of(b""), b"")
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bootseer.errors import BootseerError, InvalidInputError, PermissionDeniedError
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.documents import digest_of
-from bootseer.registry.hosts import Host, load_hosts
+from bootseer.registry.hosts import RegistryHost, load_hosts
 from testbed.needs import require
 from testbed.servers.registry import QuietHandler, Registry, running_registry, serve
 
@@ -66,7 +66,7 @@ def mutual(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iter
         yield running
 
 
-def ask(host: Host) -> object:
+def ask(host: RegistryHost) -> object:
     with RegistryClient("a/b", [host], find_login=lambda *_: None, deadline_s=10) as client:
         try:
             return client.manifest("v1")
@@ -75,7 +75,7 @@ def ask(host: Host) -> object:
 
 
 def test_a_certificate_is_verified(secured: Registry, certificates: Path) -> None:
-    host = Host(secured.host, f"https://{secured.host}/v2")
+    host = RegistryHost(secured.host, f"https://{secured.host}/v2")
     with pytest.raises(PermissionDeniedError, match=r"not trusted .*hosts\.toml"):
         ask(host)
     assert ask(replace(host, ca_files=(certificates / "ca.pem",))) == "reached"
@@ -83,7 +83,9 @@ def test_a_certificate_is_verified(secured: Registry, certificates: Path) -> Non
 
 
 def test_a_client_shows_its_certificate(mutual: Registry, certificates: Path) -> None:
-    host = Host(mutual.host, f"https://{mutual.host}/v2", ca_files=(certificates / "ca.pem",))
+    host = RegistryHost(
+        mutual.host, f"https://{mutual.host}/v2", ca_files=(certificates / "ca.pem",)
+    )
     with pytest.raises(BootseerError, match="cannot talk to"):
         ask(host)
     pair = (certificates / "client.pem", certificates / "client.key")
@@ -124,7 +126,9 @@ def test_a_folder_with_certificates_only_is_enough(
 
 
 def test_a_certificate_that_is_none(secured: Registry, tmp_path: Path) -> None:
-    host = Host(secured.host, f"https://{secured.host}/v2", ca_files=(tmp_path / "absent.pem",))
+    host = RegistryHost(
+        secured.host, f"https://{secured.host}/v2", ca_files=(tmp_path / "absent.pem",)
+    )
     with pytest.raises(InvalidInputError, match=r"absent\.pem"):
         ask(host)
 
@@ -142,7 +146,7 @@ def test_a_proxy_is_used_for_other_machines(monkeypatch: pytest.MonkeyPatch) -> 
         port = server.server_address[1]
         monkeypatch.setenv("http_proxy", f"http://me:s3cret@127.0.0.1:{port}")
         monkeypatch.setenv("no_proxy", "direct.invalid")
-        assert ask(Host("r.invalid", "http://r.invalid/v2")) == "reached"
+        assert ask(RegistryHost("r.invalid", "http://r.invalid/v2")) == "reached"
     finally:
         server.shutdown()
         server.server_close()
@@ -189,7 +193,7 @@ def test_no_server_leads_us_to_where_nothing_is_encrypted(
     server.socket = context.wrap_socket(server.socket, server_side=True)
     try:
         name = f"127.0.0.1:{server.server_address[1]}"
-        host = Host(name, f"https://{name}/v2", ca_files=(certificates / "ca.pem",))
+        host = RegistryHost(name, f"https://{name}/v2", ca_files=(certificates / "ca.pem",))
         with (
             RegistryClient("a", [host], deadline_s=5) as client,
             pytest.raises(PermissionDeniedError, match="unencrypted"),

@@ -6,7 +6,7 @@ import threading
 from bootseer.errors import BootseerError, UnavailableError
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.documents import digest_of
-from bootseer.registry.hosts import Host
+from bootseer.registry.hosts import RegistryHost
 from bootseer.transfer.policy import Policy
 from testbed.servers.registry import QuietHandler, serve
 from testbed.waiting import TIMEOUT_S
@@ -33,7 +33,7 @@ def test_who_waits_for_a_token_that_fails_does_not_ask_again() -> None:
     failures: list[BootseerError] = []
     with RegistryClient(
         "a/b",
-        [Host(host, f"http://{host}/v2")],
+        [RegistryHost(host, f"http://{host}/v2")],
         find_login=lambda *_: None,
         deadline_s=240,
         policy=Policy(attempts=1),
@@ -68,7 +68,7 @@ def test_blobs_without_number_leave_nothing_behind() -> None:
     host = f"127.0.0.1:{server.server_address[1]}"
     digests = [digest_of(b"%d" % number) for number in range(1100)]
     with RegistryClient(
-        "a/b", [Host(host, f"http://{host}/v2")], find_login=lambda *_: None, deadline_s=240
+        "a/b", [RegistryHost(host, f"http://{host}/v2")], find_login=lambda *_: None, deadline_s=240
     ) as client:
         for digest in digests:
             assert client.file(digest, len(blob)).read(0, len(blob)) == blob

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError
-from bootseer.registry.hosts import Host, load_hosts
+from bootseer.registry.hosts import RegistryHost, load_hosts
 
 
 def write(directory: Path, name: str, text: str) -> Path:
@@ -14,7 +14,7 @@ def write(directory: Path, name: str, text: str) -> Path:
     return directory
 
 
-def urls(hosts: tuple[Host, ...]) -> list[str]:
+def urls(hosts: tuple[RegistryHost, ...]) -> list[str]:
     return [host.base_url for host in hosts]
 
 
@@ -56,7 +56,7 @@ def test_mirrors_come_first_in_order(tmp_path: Path) -> None:
         """,
     )
     first, second, own = load_hosts("docker.io", tmp_path)
-    assert first == Host(
+    assert first == RegistryHost(
         "mirror.lan",
         "https://mirror.lan/v2",
         capabilities=frozenset(("pull", "resolve")),
@@ -110,7 +110,7 @@ def test_the_registry_itself_has_the_settings_of_its_table(tmp_path: Path) -> No
     )
     first, own, last = load_hosts("r.io", tmp_path)
     assert urls((first, last)) == ["https://first.lan/v2", "https://last.lan/v2"]
-    assert own == Host(
+    assert own == RegistryHost(
         "r.io",
         "https://r.io/v2",
         namespace="",

@@ -9,7 +9,7 @@ import pytest
 
 from bootseer.errors import CorruptError, DeadlineError, UnavailableError
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.engine import FetchEngine, Job, ReadInto, Try
+from bootseer.transfer.engine import FetchEngine, ReadInto, ReadJob, Try
 from bootseer.transfer.pace import Pace
 from bootseer.transfer.policy import REQUEST, UNTIL_DEADLINE, Policy
 from bootseer.transfer.ranges import Priority
@@ -26,7 +26,7 @@ def right(number: int, start: int, buffer: memoryview, attempt: Attempt) -> int:
     return len(buffer)
 
 
-class Recorded(Job):
+class Recorded(ReadJob):
     """Job that keeps a record of its tries."""
 
     def __init__(self, read: Read = right, place: str = "file") -> None:
@@ -79,7 +79,7 @@ def make() -> Iterator[Make]:
         engine.close()
 
 
-def add(engine: FetchEngine, job: Job, priority: Priority = Priority.PREFETCH) -> None:
+def add(engine: FetchEngine, job: ReadJob, priority: Priority = Priority.PREFETCH) -> None:
     with engine.lock:
         engine.add(job, priority)
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from bootseer.errors import CorruptError, UnavailableError
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.engine import FetchEngine, Job, ReadInto, Try
+from bootseer.transfer.engine import FetchEngine, ReadInto, ReadJob, Try
 from bootseer.transfer.policy import Policy
 from bootseer.transfer.ranges import Priority
 from testbed.waiting import pause
@@ -16,7 +16,7 @@ PIECE_BYTES = 8192
 STALL_S = 0.05
 
 
-class Flaky(Job):
+class Flaky(ReadJob):
     """Job whose every step may fail."""
 
     def __init__(self, seed: int) -> None:

@@ -16,7 +16,7 @@ from bootseer.errors import CorruptError
 from bootseer.http import ranges
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.documents import digest_of
-from bootseer.registry.hosts import Host
+from bootseer.registry.hosts import RegistryHost
 from bootseer.store import open_backend
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.chunks import ChunkFetcher, Reader
@@ -35,7 +35,7 @@ SILENCE = AnswerFault(MIB // 2, trickle_s=1000.0)
 
 
 def client_of(server: StarvingServer) -> RegistryClient:
-    host = Host(server.host, f"{server.url}/v2")
+    host = RegistryHost(server.host, f"{server.url}/v2")
     return RegistryClient(
         "a/b", [host], find_login=lambda *_: None, deadline_s=60, policy=Policy(base_s=0.01)
     )

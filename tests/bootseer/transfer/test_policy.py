@@ -18,7 +18,7 @@ from bootseer.errors import (
     SetupFailedError,
     UnavailableError,
 )
-from bootseer.transfer.pace import FLOOR_BYTES_PER_S, Pace, Progress, TokenBucket
+from bootseer.transfer.pace import FLOOR_BYTES_PER_S, ByteProgress, Pace, TokenBucket
 from bootseer.transfer.policy import Attempts, Policy, as_bootseer_error, fresh_copy, is_retryable
 
 
@@ -176,7 +176,7 @@ def test_attempts_are_as_the_model_plans_them(
 
 
 def test_a_trickle_is_silence_and_more_than_that_is_not() -> None:
-    progress = Progress(10.0)
+    progress = ByteProgress(10.0)
     assert progress.silent_s(0, 11.0) == 1.0
     assert progress.silent_s(FLOOR_BYTES_PER_S, 12.0) == 2.0, "too few bytes for two seconds"
     assert progress.silent_s(3 * FLOOR_BYTES_PER_S, 12.5) == 0.0

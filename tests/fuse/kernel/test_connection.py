@@ -6,7 +6,7 @@ import pytest
 
 from bootseer.errors import CorruptError, UnsupportedError
 from bootseer.fuse.kernel import wire
-from bootseer.fuse.kernel.connection import Connection, decode_init, negotiate
+from bootseer.fuse.kernel.connection import ConnectionFeatures, decode_init, negotiate
 from bootseer.fuse.kernel.options import MountOptions
 
 # Offers of kernels: fuse_send_init, the counterpart of process_init_reply, in fs/fuse/inode.c.
@@ -28,7 +28,7 @@ def _message(minor: int, flags: int, flags2: int | None, major: int = 7) -> byte
 
 def _agree(
     minor: int, flags: int, flags2: int | None, options: MountOptions | None = None
-) -> tuple[Connection, tuple[int, ...]]:
+) -> tuple[ConnectionFeatures, tuple[int, ...]]:
     request = decode_init(_message(minor, flags, flags2))
     connection, reply = negotiate(request, options or MountOptions(passthrough=True))
     return connection, wire.INIT_OUT.unpack(reply)

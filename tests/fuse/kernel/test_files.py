@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.kernel.server import Server
+from bootseer.fuse.kernel.server import FuseServer
 from testbed.kernels import RELEASES, offer_all, offer_as
 from testbed.mounts import fuse_mount
 from testbed.mounts.passthrough_fs import PassthroughFileSystem
@@ -25,7 +25,7 @@ _numbers = itertools.count()
 @pytest.fixture(scope="module", params=["cached", "direct_io", "no_ttl", *RELEASES])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Path]]:
+) -> Iterator[tuple[FuseServer, Path]]:
     """Mounted mirror, and a directory of the same file system beside the mirrored one."""
     root = tmp_path_factory.mktemp("files")
     (root / "backing").mkdir()
@@ -46,7 +46,7 @@ def served(
 
 
 @pytest.mark.parametrize("scenario", _SCENARIOS, ids=lambda path: path.stem)
-def test_as_on_the_directory_behind(served: tuple[Server, Path], scenario: Path) -> None:
+def test_as_on_the_directory_behind(served: tuple[FuseServer, Path], scenario: Path) -> None:
     server, plain = served
     connection = server.attached.connection
     direct_io = isinstance(server.operations, PassthroughFileSystem) and server.operations.direct_io
@@ -63,7 +63,7 @@ def test_as_on_the_directory_behind(served: tuple[Server, Path], scenario: Path)
     assert outputs[0]
 
 
-def test_more_entries_than_a_reply_holds(served: tuple[Server, Path]) -> None:
+def test_more_entries_than_a_reply_holds(served: tuple[FuseServer, Path]) -> None:
     server, _ = served
     name = f"many-{next(_numbers)}"
     backing = server.attached.path.parent / "backing" / name

@@ -17,7 +17,7 @@ from bootseer.fuse.kernel.operations import (
     Opened,
     Operations,
 )
-from bootseer.fuse.kernel.server import Server
+from bootseer.fuse.kernel.server import FuseServer
 from testbed.mounts import fuse_mount
 from testbed.mounts.passthrough_fs import PassthroughFileSystem
 from testbed.needs import MissingError
@@ -121,7 +121,7 @@ def test_stored_pages_are_read_without_asking(backing: Path, mountpoint: Path) -
 # ---- passthrough ----------------------------------------------------------------------------
 
 
-def _backing_counts(server: Server) -> list[tuple[int, int]]:
+def _backing_counts(server: FuseServer) -> list[tuple[int, int]]:
     """Return the backing id and the number of opens of each open file."""
     table = server.attached.backing_table
     assert table is not None
@@ -129,7 +129,7 @@ def _backing_counts(server: Server) -> list[tuple[int, int]]:
     return [(backing_id, opens) for node, backing_id, opens in rows if node]
 
 
-def _passthrough(server: Server) -> None:
+def _passthrough(server: FuseServer) -> None:
     if not server.attached.connection.passthrough:
         raise MissingError("this kernel has no FUSE passthrough (Linux 6.9 does)")
 

@@ -23,7 +23,7 @@ from bootseer.prefetch.bundle.format import (
     write_bundle,
 )
 from bootseer.prefetch.bundle.translation import shared_streams, translate
-from bootseer.prefetch.index.merge import merge
+from bootseer.prefetch.index.merge import merge_layers
 from bootseer.prefetch.sources.layer_tar import pack_layer
 from testbed.images.building import Member, digest, tar_of
 
@@ -53,7 +53,9 @@ class Image:
 def image_of(*layers: Sequence[Member]) -> Image:
     """Return an image as it is indexed: each layer's stream is its tar."""
     tars = [tar_of(layer) for layer in layers]
-    tree = merge([pack_layer(io.BytesIO(tar), io.BytesIO(), diff_id=digest(tar)) for tar in tars])
+    tree = merge_layers(
+        [pack_layer(io.BytesIO(tar), io.BytesIO(), diff_id=digest(tar)) for tar in tars]
+    )
     by_digest = {digest(tar): tar for tar in tars}
     return Image(tree, [by_digest[blob.stream_digest] for blob in tree.blobs])
 

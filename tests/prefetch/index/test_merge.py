@@ -12,7 +12,7 @@ from bootseer.blob.build import build_tree
 from bootseer.blob.index import codec as index
 from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
 from bootseer.errors import CorruptError
-from bootseer.prefetch.index.merge import LayerTree, merge
+from bootseer.prefetch.index.merge import LayerTree, merge_layers
 from tests.support.images.forged_index import forge, sections_of
 
 DIRECTORY = stat.S_IFDIR | 0o755
@@ -90,7 +90,7 @@ def model_merge(layers: Sequence[ModelLayer]) -> dict[str, Entry]:
 
 
 def check(layers: Sequence[ModelLayer]) -> None:
-    tree = merge([layer.packed() for layer in layers])
+    tree = merge_layers([layer.packed() for layer in layers])
     expected = model_merge(layers)
     found = {path.decode(): tree.inode(number).uid for path, number in tree.walk()}
     # The root's attributes are not unpacked.
@@ -161,20 +161,20 @@ def paths(tree: Tree) -> list[str]:
 
 
 def test_no_layers_are_an_empty_root() -> None:
-    assert paths(merge([])) == [""]
+    assert paths(merge_layers([])) == [""]
 
 
 def test_of_the_root_only_the_time_counts() -> None:
     lower = LayerTree(build_tree([], [Inode(stat.S_IFDIR | 0o700, uid=5, mtime_ns=7)], []))
     upper = packed(implied=("",))
     # Its owner and mode are those that containerd gives to every image's root.
-    assert merge([lower, upper]).inode(0) == Inode(stat.S_IFDIR | 0o755, mtime_ns=7)
+    assert merge_layers([lower, upper]).inode(0) == Inode(stat.S_IFDIR | 0o755, mtime_ns=7)
 
 
 def test_what_containerd_does_not_unpack_is_left_out() -> None:
     xattrs = ((b"trusted.overlay.opaque", b"y"), (b"user.kept", b"1"))
     layer = packed(("a", Inode(FILE, mtime_ns=-1, xattrs=xattrs)))
-    inode = merge([layer]).inode(1)
+    inode = merge_layers([layer]).inode(1)
     assert inode.mtime_ns == 0
     assert inode.xattrs == ((b"user.kept", b"1"),)
 
@@ -183,14 +183,14 @@ def test_a_directory_over_a_symbolic_link_replaces_it() -> None:
     link = Inode(stat.S_IFLNK | 0o777, size_bytes=7, link_target=b"usr/lib")
     lower = packed(("lib", link), ("usr", Inode(DIRECTORY)), ("usr/lib", Inode(DIRECTORY)))
     upper = packed(("lib", Inode(DIRECTORY)), ("lib/x", Inode(FILE)), implied=("lib",))
-    tree = merge([lower, upper])
+    tree = merge_layers([lower, upper])
     assert paths(tree) == ["", "lib", "lib/x", "usr", "usr/lib"]
 
 
 @pytest.mark.parametrize("name", [".wh.", ".wh..", ".wh..."])
 def test_whiteouts_that_name_no_file_are_refused(name: str) -> None:
     with pytest.raises(CorruptError, match="whiteout"):
-        merge([packed(), packed((name, Inode(FILE)))])
+        merge_layers([packed(), packed((name, Inode(FILE)))])
 
 
 @pytest.mark.parametrize("target", ["absent", "directory", "directory/absent"])
@@ -198,12 +198,12 @@ def test_a_hard_link_to_nothing_is_refused(target: str) -> None:
     lower = packed(("directory", Inode(DIRECTORY)))
     upper = LayerTree(packed().tree, links=((b"new", target.encode()),))
     with pytest.raises(CorruptError, match=r"layer 2 of 2 .*hard link 'new' points to '"):
-        merge([lower, upper])
+        merge_layers([lower, upper])
 
 
 def test_a_plain_root_file_system_has_no_whiteouts() -> None:
     tree = packed((".wh.x", Inode(FILE)), ("x", Inode(FILE))).tree
-    assert paths(merge([LayerTree(tree, is_changeset=False)])) == ["", ".wh.x", "x"]
+    assert paths(merge_layers([LayerTree(tree, is_changeset=False)])) == ["", ".wh.x", "x"]
 
 
 def test_only_blobs_that_are_needed_are_kept() -> None:
@@ -216,7 +216,7 @@ def test_only_blobs_that_are_needed_are_kept() -> None:
         )
         return LayerTree(tree)
 
-    tree = merge([layer("x", "1"), layer("y", "2"), layer("x", "3"), layer("z", "2")])
+    tree = merge_layers([layer("x", "1"), layer("y", "2"), layer("x", "3"), layer("z", "2")])
     assert [blob.digest[7] for blob in tree.blobs] == ["2", "3"]
     found = {p: tree.inode(n).extents[0].blob for p, n in tree.walk() if p}
     assert found == {b"x": 1, b"y": 0, b"z": 0}
@@ -229,7 +229,7 @@ def test_an_extent_in_no_blob_of_its_layer_is_not_looked_for_in_the_next_layers_
     sections = {**sections_of(right), "extent_blob": bytes([1, 0, 0, 0])}
     wrong = index.decode(forge(sections, 2, 1))
     with pytest.raises(CorruptError, match="blob"):
-        merge([LayerTree(wrong), LayerTree(right)])
+        merge_layers([LayerTree(wrong), LayerTree(right)])
 
 
 def test_deep_trees_do_not_recurse() -> None:
@@ -238,4 +238,4 @@ def test_deep_trees_do_not_recurse() -> None:
         path = f"{path}/d".lstrip("/")
         entries.append((path, Inode(DIRECTORY)))
     layer = packed(*entries)
-    assert merge([layer, layer]).name_count == 2000
+    assert merge_layers([layer, layer]).name_count == 2000

@@ -15,7 +15,7 @@ from bootseer.blob.keys import blob_key, index_key
 from bootseer.errors import CorruptError, NoSpaceError, NotFoundError
 from bootseer.prefetch.index.catalogue import find_image, list_images, load_tree
 from bootseer.prefetch.index.records import LAYER_FORM
-from bootseer.prefetch.publish import layer_packing
+from bootseer.prefetch.publish import indexing
 from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
 from bootseer.store import Store, open_store
@@ -193,8 +193,8 @@ def test_a_node_that_waits_long_for_another_packs_the_layer_itself(
     hex_digits = digest(data).partition(":")[2]
     lease = store.lease(f"leases/layers/{hex_digits}", ttl_s=600, owner="a node that hangs")
     assert lease is not None
-    monkeypatch.setattr(layer_packing, "OTHER_NODE_S", 0.1)
-    monkeypatch.setattr(layer_packing, "OTHER_NODE_POLL_S", 0.01)
+    monkeypatch.setattr(indexing, "OTHER_NODE_S", 0.1)
+    monkeypatch.setattr(indexing, "OTHER_NODE_POLL_S", 0.01)
     with open_source(f"oci:{layout.directory}", tmp_path / "work") as source, lease:
         record = index_image(source, store, tmp_path / "work", lessee="this node")
     assert find_image(store, record.reference) == record

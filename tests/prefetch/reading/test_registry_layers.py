@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from bootseer.prefetch.container.extracted import prepare_extracted
 from bootseer.prefetch.images.find import resolve_image
 from bootseer.prefetch.index.catalogue import find_image
 from bootseer.prefetch.index.records import ImageRecord
@@ -143,6 +144,16 @@ def test_damaged_seek_points_are_refused(
         path.write_bytes(data)
     # Whole layers come from the registry, by the digest of their content.
     assert _read(settings, where, tmp_path / "mnt") == _sums()
+
+
+def test_without_fuse_the_layers_are_pulled_and_extracted(
+    registry: Registry, settings: Settings, tmp_path: Path
+) -> None:
+    where = f"{registry.host}/{_push(registry, tmp_path)}"
+    record = _index(settings, where)
+    assert all(layer.blob_digest.startswith("points:") for layer in record.layers)
+    image = prepare_extracted(settings, resolve_image(settings, where)).image
+    assert checksums_in_child([image.directory / name for name in CONTENTS]) == _sums()
 
 
 def test_the_first_node_publishes_seek_points(

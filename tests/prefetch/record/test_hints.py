@@ -14,13 +14,13 @@ from bootseer.prefetch.record import hints as hint_lists
 from bootseer.prefetch.record.hints import (
     ENDED,
     Hint,
-    Hinted,
+    HintedTrace,
     find_file,
     parse,
     plain_lines,
     trace_of,
 )
-from bootseer.prefetch.record.hotset import HotRange, HotSet, merge
+from bootseer.prefetch.record.hotset import HotRange, HotSet, merge_traces
 from bootseer.prefetch.record.trace import Access, decode, encode
 from testbed.bounded import run_bounded
 
@@ -69,7 +69,7 @@ TREE = tree_of_names()
 LIBC = TREE.resolve(b"usr/lib/libc.so")
 
 
-def hinted(text: bytes) -> Hinted:
+def hinted(text: bytes) -> HintedTrace:
     found = trace_of(parse(text), TREE, index_digest=INDEX, workload="w", node="n", started_ns=7)
     assert decode(encode(found.trace)) == found.trace
     return found
@@ -198,10 +198,10 @@ def test_too_much_is_refused() -> None:
 
 
 def test_a_hot_set_is_printed_and_read_again() -> None:
-    hot = merge(INDEX, "w", [hinted(b"abs\nwith space 1 2\nsparse").trace])
+    hot = merge_traces(INDEX, "w", [hinted(b"abs\nwith space 1 2\nsparse").trace])
     lines = b"".join(plain_lines(hot))
     assert lines.splitlines()[0] == b"/usr/lib/libc.so\t0\t12288"
-    again = merge(INDEX, "w", [hinted(lines).trace])
+    again = merge_traces(INDEX, "w", [hinted(lines).trace])
     assert again == hot
     odd = HotSet(
         INDEX, "w", 1, tuple(HotRange(p, b"", 0, 4096, 1) for p in (b"a\nb", b"a\tb", b"#"))

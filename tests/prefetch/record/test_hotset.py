@@ -15,7 +15,7 @@ from bootseer.prefetch.record.hotset import (
     HotSet,
     decode,
     encode,
-    merge,
+    merge_traces,
     stream_ranges,
 )
 from bootseer.prefetch.record.trace import Access, Trace
@@ -56,7 +56,7 @@ def pages(hot: HotSet) -> list[tuple[bytes, int]]:
 
 
 def test_one_trace_keeps_its_order_and_joins_neighbours() -> None:
-    hot = merge(INDEX, "w", [trace_of((B, 4, 2), (B, 6, 1), (A, 0, 1), (B, 5, 3))])
+    hot = merge_traces(INDEX, "w", [trace_of((B, 4, 2), (B, 6, 1), (A, 0, 1), (B, 5, 3))])
     assert [(r.path, r.offset // PAGE_BYTES, r.length // PAGE_BYTES) for r in hot.ranges] == [
         (b"b", 4, 3),
         (b"a", 0, 1),
@@ -65,13 +65,15 @@ def test_one_trace_keeps_its_order_and_joins_neighbours() -> None:
 
 
 def test_union_in_the_order_of_the_median() -> None:
-    hot = merge(INDEX, "w", [trace_of((A, 0, 1), (B, 0, 1)), trace_of((A, 0, 1), (C, 0, 1))])
+    hot = merge_traces(INDEX, "w", [trace_of((A, 0, 1), (B, 0, 1)), trace_of((A, 0, 1), (C, 0, 1))])
     assert pages(hot) == [(b"a", 0), (b"b", 0), (b"c", 0)]
 
 
 def test_what_one_of_three_touched_is_dropped() -> None:
     common = (A, 0, 2)
-    hot = merge(INDEX, "w", [trace_of(common), trace_of(common, (B, 0, 1)), trace_of(common)])
+    hot = merge_traces(
+        INDEX, "w", [trace_of(common), trace_of(common, (B, 0, 1)), trace_of(common)]
+    )
     assert pages(hot) == [(b"a", 0), (b"a", 1)]
     assert hot.ranges[0].trace_count == 3
 
@@ -87,7 +89,7 @@ trace_lists = st.lists(
 @settings(max_examples=80)
 @given(trace_lists, st.randoms(use_true_random=False))
 def test_merge_against_a_model(traces: list[Trace], shuffle: random.Random) -> None:
-    hot = merge(INDEX, "w", traces)
+    hot = merge_traces(INDEX, "w", traces)
     touched = [
         {
             (trace.files[a.file].path, page)
@@ -102,13 +104,13 @@ def test_merge_against_a_model(traces: list[Trace], shuffle: random.Random) -> N
     assert set(pages(hot)) == {page for page in every if sum(page in t for t in touched) >= least}
     shuffled = list(traces)
     shuffle.shuffle(shuffled)
-    assert merge(INDEX, "w", shuffled) == hot
+    assert merge_traces(INDEX, "w", shuffled) == hot
 
 
 @settings(max_examples=30)
 @given(trace_lists)
 def test_a_hot_set_survives_encoding(traces: list[Trace]) -> None:
-    hot = merge(INDEX, "w", traces)
+    hot = merge_traces(INDEX, "w", traces)
     data = encode(hot)
     assert decode(data) == hot
     assert encode(hot) == data
@@ -117,7 +119,7 @@ def test_a_hot_set_survives_encoding(traces: list[Trace]) -> None:
 @settings(max_examples=40)
 @given(st.data())
 def test_a_damaged_hot_set_is_refused_or_harmless(data: st.DataObject) -> None:
-    good = bytearray(encode(merge(INDEX, "w", [trace_of((A, 0, 2), (B, 0, 1))])))
+    good = bytearray(encode(merge_traces(INDEX, "w", [trace_of((A, 0, 2), (B, 0, 1))])))
     position = data.draw(st.integers(0, len(good) - 1))
     good[position] ^= data.draw(st.integers(1, 255))
     try:
@@ -162,7 +164,7 @@ def test_a_trace_costs_by_its_accesses_not_by_the_pages_that_it_claims() -> None
     trace = Trace(INDEX, "w", "n", 0, "ready", 0, FILES, tuple(accesses))
 
     def merged() -> None:
-        hot = merge(INDEX, "w", [trace] * 3)
+        hot = merge_traces(INDEX, "w", [trace] * 3)
         assert len(hot.ranges) == 1
         assert hot.ranges[0].length == TOUCH_COUNT_MAX * PAGE_BYTES
 
@@ -180,7 +182,7 @@ def test_the_pages_of_one_trace_come_in_the_order_of_their_first_touch(
             first = access.offset // PAGE_BYTES
             for page in range(first, first + access.length // PAGE_BYTES):
                 seen.setdefault((trace.files[access.file].path, page))
-        assert pages(merge(INDEX, "w", [trace])) == list(seen)
+        assert pages(merge_traces(INDEX, "w", [trace])) == list(seen)
 
 
 def test_a_path_that_a_million_ranges_share_is_stored_once() -> None:

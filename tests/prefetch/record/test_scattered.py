@@ -5,7 +5,7 @@ import random
 import pytest
 
 from bootseer.prefetch.record.file_rows import TracedFile
-from bootseer.prefetch.record.hotset import merge
+from bootseer.prefetch.record.hotset import merge_traces
 from bootseer.prefetch.record.trace import Access, AccessLog, Trace
 
 INDEX = "sha256:" + "1" * 64
@@ -31,12 +31,12 @@ def sample(seed: int, count: int = 500, of: int = 10_000) -> list[int]:
 
 def scattered(traces: list[Trace]) -> tuple[bytes, ...]:
     """Return the paths of the files that are left out of the hot set."""
-    return merge(INDEX, "w", traces).scattered
+    return merge_traces(INDEX, "w", traces).scattered
 
 
 def test_random_samples_are_scattered_and_what_all_read_is_not() -> None:
     traces = [start(range(3000), sample(seed)) for seed in range(3)]
-    hot = merge(INDEX, "w", traces)
+    hot = merge_traces(INDEX, "w", traces)
     assert hot.scattered == (b"data",)
     assert {r.path for r in hot.ranges} == {b"lib.so"}
 

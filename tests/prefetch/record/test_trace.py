@@ -19,7 +19,6 @@ from bootseer.prefetch.record.trace import (
     accesses_of,
     decode,
     encode,
-    renumbered,
 )
 from testbed.bounded import run_bounded
 
@@ -143,14 +142,14 @@ def test_accesses_name_files_by_path_and_digest() -> None:
 def test_a_log_of_another_numbering_is_of_the_same_files() -> None:
     blob = Blob("sha256:" + "0" * 64, 0, (), "sha256:" + "0" * 64, 0)
     file = Inode(0o100644)
-    old = build_tree(
+    served = build_tree(
         [(b"", 0), (b"a", 1), (b"b", 2), (b"c", 3)], [Inode(0o40755)] + 3 * [file], [blob]
     )
-    new = build_tree([(b"", 0), (b"a", 2), (b"b", 1)], [Inode(0o40755)] + 2 * [file], [blob])
+    tree = build_tree([(b"", 0), (b"a", 2), (b"b", 1)], [Inode(0o40755)] + 2 * [file], [blob])
     entries = [(1, 0, 10, 1), (3, 0, 10, 2), (2, 5, 10, 3), (1, 10, 10, 4)]
-    found = renumbered(old, new, entries)
-    named = [(new.path(inode), *rest) for inode, *rest in found]
-    assert named == [(b"a", 0, 10, 1), (b"b", 5, 10, 3), (b"a", 10, 10, 4)]
+    files, accesses = accesses_of(tree, entries, served=served)
+    assert files == (TracedFile(b"a", b""), TracedFile(b"b", b""))
+    assert accesses == (Access(0, 0, 10, 1), Access(1, 5, 10, 3), Access(0, 10, 10, 4))
 
 
 def compressed(*lines: str) -> bytes:

@@ -4,10 +4,10 @@ import pytest
 
 from bootseer.errors import InvalidInputError
 from bootseer.prefetch.snapshotter.filters import any_of
-from bootseer.prefetch.snapshotter.snapshot import Kind, Snapshot
+from bootseer.prefetch.snapshotter.snapshot import Snapshot, SnapshotKind
 
 LABELS = {"containerd.io/snapshot.ref": "sha256:aa", "plain": "x y", "empty": ""}
-SNAPSHOT = Snapshot(1, "k8s.io/4/one", "k8s.io/3/zero", Kind.COMMITTED, LABELS, 0, 0)
+SNAPSHOT = Snapshot(1, "k8s.io/4/one", "k8s.io/3/zero", SnapshotKind.COMMITTED, LABELS, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from bootseer.errors import (
     NotFoundError,
     UnknownFormatError,
 )
-from bootseer.prefetch.snapshotter.metadata import Metadata
-from bootseer.prefetch.snapshotter.snapshot import REF_LABEL, Kind, Snapshot, Usage
+from bootseer.prefetch.snapshotter.metadata import SnapshotDatabase
+from bootseer.prefetch.snapshotter.snapshot import REF_LABEL, Snapshot, SnapshotKind, SnapshotUsage
 from testbed.images.building import digest
 
 CHAIN = digest(b"chain")
@@ -37,8 +37,8 @@ def nothing(snapshot: Snapshot) -> None:
 
 
 @pytest.fixture
-def metadata(tmp_path: Path) -> Metadata:
-    return Metadata(tmp_path / "metadata.db")
+def metadata(tmp_path: Path) -> SnapshotDatabase:
+    return SnapshotDatabase(tmp_path / "metadata.db")
 
 
 class Model(RuleBasedStateMachine):
@@ -46,21 +46,21 @@ class Model(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.known: dict[str, tuple[Kind, str]] = {}
+        self.known: dict[str, tuple[SnapshotKind, str]] = {}
         self.folder = tempfile.TemporaryDirectory()
-        self.metadata = Metadata(Path(self.folder.name) / "metadata.db")
+        self.metadata = SnapshotDatabase(Path(self.folder.name) / "metadata.db")
 
     def expect(
         self, error: type[BootseerError] | None
     ) -> "contextlib.AbstractContextManager[object]":
         return pytest.raises(error) if error else contextlib.nullcontext()
 
-    @rule(kind=st.sampled_from([Kind.ACTIVE, Kind.VIEW]), key=KEYS, parent=PARENTS)
-    def create(self, kind: Kind, key: str, parent: str) -> None:
+    @rule(kind=st.sampled_from([SnapshotKind.ACTIVE, SnapshotKind.VIEW]), key=KEYS, parent=PARENTS)
+    def create(self, kind: SnapshotKind, key: str, parent: str) -> None:
         error: type[BootseerError] | None = None
         if parent and parent not in self.known:
             error = NotFoundError
-        elif parent and self.known[parent][0] is not Kind.COMMITTED:
+        elif parent and self.known[parent][0] is not SnapshotKind.COMMITTED:
             error = InvalidInputError
         elif key in self.known:
             error = AlreadyExistsError
@@ -74,14 +74,14 @@ class Model(RuleBasedStateMachine):
         error: type[BootseerError] | None = None
         if key not in self.known:
             error = NotFoundError
-        elif self.known[key][0] is not Kind.ACTIVE:
+        elif self.known[key][0] is not SnapshotKind.ACTIVE:
             error = BusyError
         elif name in self.known and name != key:
             error = AlreadyExistsError
         with self.expect(error):
-            self.metadata.commit(name, key, {}, Usage(5, 1))
+            self.metadata.commit(name, key, {}, SnapshotUsage(5, 1))
         if error is None:
-            self.known[name] = (Kind.COMMITTED, self.known.pop(key)[1])
+            self.known[name] = (SnapshotKind.COMMITTED, self.known.pop(key)[1])
 
     @rule(key=KEYS)
     def remove(self, key: str) -> None:
@@ -110,26 +110,26 @@ TestModel = Model.TestCase
 TestModel.settings = settings(max_examples=30, stateful_step_count=30)
 
 
-def test_a_directory_that_cannot_be_made_leaves_no_snapshot(metadata: Metadata) -> None:
+def test_a_directory_that_cannot_be_made_leaves_no_snapshot(metadata: SnapshotDatabase) -> None:
     def fail(snapshot: Snapshot) -> None:
         raise BootseerError("no")
 
     with pytest.raises(BootseerError, match="no"):
-        metadata.create(Kind.ACTIVE, "a", "", {}, fail)
+        metadata.create(SnapshotKind.ACTIVE, "a", "", {}, fail)
     assert metadata.all() == []
 
 
-def test_numbers_are_never_used_again(metadata: Metadata) -> None:
-    first = metadata.create(Kind.ACTIVE, "a", "", {}, nothing)
+def test_numbers_are_never_used_again(metadata: SnapshotDatabase) -> None:
+    first = metadata.create(SnapshotKind.ACTIVE, "a", "", {}, nothing)
     metadata.remove("a")
-    assert metadata.create(Kind.ACTIVE, "a", "", {}, nothing).number > first.number
+    assert metadata.create(SnapshotKind.ACTIVE, "a", "", {}, nothing).number > first.number
 
 
-def test_a_remote_snapshot_is_found_by_chain_and_parent(metadata: Metadata) -> None:
+def test_a_remote_snapshot_is_found_by_chain_and_parent(metadata: SnapshotDatabase) -> None:
     labels = {REF_LABEL: CHAIN}
     for parent in ("p", "q"):
-        metadata.create(Kind.ACTIVE, parent, "", {}, nothing)
-        metadata.commit(parent, parent, {}, Usage())
+        metadata.create(SnapshotKind.ACTIVE, parent, "", {}, nothing)
+        metadata.commit(parent, parent, {}, SnapshotUsage())
     first = metadata.create_remote(CHAIN, "p", labels)
     assert first.key == CHAIN
     assert metadata.create_remote(CHAIN, "p", labels) == first
@@ -140,14 +140,14 @@ def test_a_remote_snapshot_is_found_by_chain_and_parent(metadata: Metadata) -> N
     assert metadata.find_remote(CHAIN, "") is None
 
 
-def test_an_ordinary_snapshot_is_never_taken_for_a_remote_one(metadata: Metadata) -> None:
-    metadata.create(Kind.ACTIVE, "a", "", {}, nothing)
-    metadata.commit("forged", "a", {REF_LABEL: CHAIN}, Usage())
+def test_an_ordinary_snapshot_is_never_taken_for_a_remote_one(metadata: SnapshotDatabase) -> None:
+    metadata.create(SnapshotKind.ACTIVE, "a", "", {}, nothing)
+    metadata.commit("forged", "a", {REF_LABEL: CHAIN}, SnapshotUsage())
     assert metadata.find_remote(CHAIN, "") is None
 
 
-def test_labels_change_one_by_one_or_all(metadata: Metadata) -> None:
-    metadata.create(Kind.ACTIVE, "a", "", {"x": "1", "y": "2"}, nothing)
+def test_labels_change_one_by_one_or_all(metadata: SnapshotDatabase) -> None:
+    metadata.create(SnapshotKind.ACTIVE, "a", "", {"x": "1", "y": "2"}, nothing)
     assert metadata.update("a", {"x": "3"}, ["labels.x"]).labels == {"x": "3", "y": "2"}
     assert metadata.update("a", {}, ["labels.y"]).labels == {"x": "3"}
     assert metadata.update("a", {"z": "4"}, []).labels == {"z": "4"}
@@ -155,12 +155,12 @@ def test_labels_change_one_by_one_or_all(metadata: Metadata) -> None:
         metadata.update("a", {}, ["parent"])
 
 
-def test_of_many_that_create_one_key_one_succeeds(metadata: Metadata) -> None:
+def test_of_many_that_create_one_key_one_succeeds(metadata: SnapshotDatabase) -> None:
     results: list[str] = []
 
     def create() -> None:
         try:
-            metadata.create(Kind.ACTIVE, "a", "", {}, nothing)
+            metadata.create(SnapshotKind.ACTIVE, "a", "", {}, nothing)
             results.append("made")
         except AlreadyExistsError:
             results.append("there")
@@ -178,12 +178,12 @@ def test_what_was_answered_survives_a_kill(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from bootseer.prefetch.snapshotter.metadata import Metadata
-from bootseer.prefetch.snapshotter.snapshot import Kind, Usage
-metadata = Metadata(Path(sys.argv[1]))
+from bootseer.prefetch.snapshotter.metadata import SnapshotDatabase
+from bootseer.prefetch.snapshotter.snapshot import SnapshotKind, SnapshotUsage
+metadata = SnapshotDatabase(Path(sys.argv[1]))
 for number in range(100_000):
-    metadata.create(Kind.ACTIVE, f"a{number}", "", {}, lambda made: None)
-    metadata.commit(f"c{number}", f"a{number}", {}, Usage())
+    metadata.create(SnapshotKind.ACTIVE, f"a{number}", "", {}, lambda made: None)
+    metadata.commit(f"c{number}", f"a{number}", {}, SnapshotUsage())
     print(number, flush=True)
 """
     process = subprocess.Popen(
@@ -193,8 +193,8 @@ for number in range(100_000):
         assert process.stdout is not None
         answered = [int(process.stdout.readline()) for _ in range(20)]
         process.send_signal(signal.SIGKILL)
-    metadata = Metadata(path)
-    committed = {found.key for found in metadata.all() if found.kind is Kind.COMMITTED}
+    metadata = SnapshotDatabase(path)
+    committed = {found.key for found in metadata.all() if found.kind is SnapshotKind.COMMITTED}
     assert {f"c{number}" for number in answered} <= committed
     assert len(metadata.all()) <= len(committed) + 1
 
@@ -204,17 +204,17 @@ def test_a_later_versions_database_is_refused(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA user_version = 2")
     with pytest.raises(UnknownFormatError):
-        Metadata(path)
+        SnapshotDatabase(path)
 
 
 def test_a_damaged_database_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metadata.db"
     path.write_bytes(b"no database at all" * 1000)
     with pytest.raises(CorruptError, match=r"metadata\.db"):
-        Metadata(path)
+        SnapshotDatabase(path)
 
 
-def test_only_its_owner_may_read_it(tmp_path: Path, metadata: Metadata) -> None:
-    metadata.create(Kind.ACTIVE, "a", "", {}, nothing)
+def test_only_its_owner_may_read_it(tmp_path: Path, metadata: SnapshotDatabase) -> None:
+    metadata.create(SnapshotKind.ACTIVE, "a", "", {}, nothing)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.glob("metadata.db*")}
     assert set(modes.values()) == {0o600}, modes

@@ -16,7 +16,7 @@ from bootseer.prefetch.publish.publishing import (
     start_chain_publisher,
     wait_published,
 )
-from bootseer.prefetch.sources.containerd_content import open_content
+from bootseer.prefetch.sources.files import open_content
 from bootseer.served.folders import take_lock
 from bootseer.store import open_store
 from testbed.containers.containerd_images import add_image, layers

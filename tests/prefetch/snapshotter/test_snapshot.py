@@ -8,10 +8,10 @@ from bootseer.errors import InvalidInputError
 from bootseer.prefetch.snapshotter.snapshot import (
     REF_LABEL,
     WORKLOAD_LABEL,
-    Kind,
     Lower,
-    Mount,
     Snapshot,
+    SnapshotKind,
+    SnapshotMount,
     chain_named,
     chains_in_use,
     lower_of,
@@ -28,7 +28,7 @@ FS, WORK = Path("/root/9/fs"), Path("/root/9/work")
 def snapshot(
     number: int,
     parent: int = 0,
-    kind: Kind = Kind.COMMITTED,
+    kind: SnapshotKind = SnapshotKind.COMMITTED,
     chain_id: str = "",
     workload: str = "",
 ) -> Snapshot:
@@ -46,13 +46,15 @@ def test_a_chain_stands_for_everything_below_it() -> None:
 
 
 def test_mounts_are_those_of_containerds_overlay_snapshotter() -> None:
-    active, view = snapshot(9, kind=Kind.ACTIVE), snapshot(9, kind=Kind.VIEW)
+    active, view = snapshot(9, kind=SnapshotKind.ACTIVE), snapshot(9, kind=SnapshotKind.VIEW)
     lower = [Path("/b"), Path("/a")]
     over = "lowerdir=/b:/a"
-    assert mounts_of(active, [], FS, WORK) == (Mount("bind", str(FS), ("rw", "rbind")),)
-    assert mounts_of(view, [], FS, WORK) == (Mount("bind", str(FS), ("ro", "rbind")),)
-    assert mounts_of(view, lower[:1], FS, WORK) == (Mount("bind", "/b", ("ro", "rbind")),)
-    assert mounts_of(view, lower, FS, WORK) == (Mount("overlay", "overlay", (over, "index=off")),)
+    assert mounts_of(active, [], FS, WORK) == (SnapshotMount("bind", str(FS), ("rw", "rbind")),)
+    assert mounts_of(view, [], FS, WORK) == (SnapshotMount("bind", str(FS), ("ro", "rbind")),)
+    assert mounts_of(view, lower[:1], FS, WORK) == (SnapshotMount("bind", "/b", ("ro", "rbind")),)
+    assert mounts_of(view, lower, FS, WORK) == (
+        SnapshotMount("overlay", "overlay", (over, "index=off")),
+    )
     (mount,) = mounts_of(active, lower, FS, WORK)
     assert mount.options == (f"workdir={WORK}", f"upperdir={FS}", over, "index=off")
 
@@ -63,11 +65,11 @@ def test_trees_in_use_are_those_below_what_is_mounted() -> None:
     every = [base, top, ordinary, plain]
     assert chains_in_use(every, "train") == frozenset()
     running = [
-        snapshot(10, 2, Kind.ACTIVE),
-        snapshot(11, 2, Kind.ACTIVE, workload="evaluate"),
-        snapshot(12, 3, Kind.VIEW),
-        snapshot(13, 4, Kind.ACTIVE),
-        snapshot(14, 0, Kind.ACTIVE),
+        snapshot(10, 2, SnapshotKind.ACTIVE),
+        snapshot(11, 2, SnapshotKind.ACTIVE, workload="evaluate"),
+        snapshot(12, 3, SnapshotKind.VIEW),
+        snapshot(13, 4, SnapshotKind.ACTIVE),
+        snapshot(14, 0, SnapshotKind.ACTIVE),
     ]
     assert chains_in_use(every + running, "train") == {
         (TOP, "train"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bootseer.base.content_digest import content_digest
 from bootseer.blob.pack import tar_packing as tar_pack
 from bootseer.errors import CorruptError
-from bootseer.prefetch.index.merge import LayerTree, merge
+from bootseer.prefetch.index.merge import LayerTree, merge_layers
 from bootseer.prefetch.sources.layer_tar import pack_layer
 from testbed.images.building import Member, tar_of
 from testbed.images.odd_tars import END, block
@@ -157,7 +157,7 @@ def stacks(draw: st.DrawFn) -> tuple[list[list[Member]], Model]:
 @given(stacks())
 def test_tars_against_the_model(stack: tuple[list[list[Member]], Model]) -> None:
     layers, model = stack
-    tree = merge([packed(layer) for layer in layers])
+    tree = merge_layers([packed(layer) for layer in layers])
     found = {path.decode(): number for path, number in tree.walk()}
     assert sorted(found) == sorted(model.state)
     numbers: dict[int, Thing] = {}
@@ -206,7 +206,7 @@ def test_a_link_whose_directory_is_replaced_is_gone() -> None:
 def test_a_link_into_a_directory_that_the_layer_removes() -> None:
     lower = [Member("old/file", data=b"f"), Member("old/other", data=b"o")]
     upper = [Member(".wh.old"), Member("new/file", "h", link="./old/file")]
-    tree = merge([packed(lower), packed(upper)])
+    tree = merge_layers([packed(lower), packed(upper)])
     assert [path for path, _ in tree.walk()] == [b"", b"new", b"new/file"]
 
 
@@ -218,7 +218,7 @@ def test_a_link_through_a_symbolic_link_of_its_layer() -> None:
 
 def test_a_link_that_hides_a_directory_below() -> None:
     lower = [Member("d/x", data=b"x"), Member("file", data=b"f")]
-    tree = merge([packed(lower), packed([Member("d", "h", link="file")])])
+    tree = merge_layers([packed(lower), packed([Member("d", "h", link="file")])])
     assert tree.resolve(b"d/x") is None
     assert tree.resolve(b"d") == tree.resolve(b"file")
 

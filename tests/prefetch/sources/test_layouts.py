@@ -424,7 +424,7 @@ def test_a_docker_engine_that_drips_is_given_up(
         while not over.wait(0.02):
             sink.write(b"x")
 
-    monkeypatch.setattr("bootseer.prefetch.sources.read_ahead.WAIT_S", 1.0)
+    monkeypatch.setattr("bootseer.prefetch.sources.stream.WAIT_S", 1.0)
     with engine(monkeypatch, drip):
         with pytest.raises(DeadlineError, match="too little"):
             opened("docker://tool:1", tmp_path)

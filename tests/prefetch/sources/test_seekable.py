@@ -21,7 +21,7 @@ from bootseer.errors import CorruptError, UnknownFormatError, UnsupportedError
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.sources.layer_tar import pack_layer
 from bootseer.prefetch.sources.seekable import write_seek_points
-from bootseer.prefetch.sources.stream import Expected
+from bootseer.prefetch.sources.stream import ExpectedLayer
 from testbed.images.building import Member, tar_of
 
 pytestmark = pytest.mark.needs(modules=["indexed_gzip"])
@@ -76,15 +76,15 @@ GZIPS: dict[str, Callable[[], bytes]] = {
 }
 
 
-def _expected(stored: bytes, tar: bytes = TAR) -> Expected:
-    return Expected(
+def _expected(stored: bytes, tar: bytes = TAR) -> ExpectedLayer:
+    return ExpectedLayer(
         f"sha256:{hashlib.sha256(tar).hexdigest()}",
         len(stored),
         f"sha256:{hashlib.sha256(stored).hexdigest()}",
     )
 
 
-def _write(stored: bytes, expected: Expected | None = None) -> tuple[LayerTree, bytes]:
+def _write(stored: bytes, expected: ExpectedLayer | None = None) -> tuple[LayerTree, bytes]:
     with tempfile.TemporaryFile() as sink:
         layer = write_seek_points(
             io.BytesIO(stored),

@@ -12,7 +12,7 @@ import zstandard
 
 from bootseer.blob.tar.inflate import ERRORS, ExpansionLimits, decompress
 from bootseer.errors import BootseerError, CorruptError, UnsupportedError
-from bootseer.prefetch.sources.stream import Expected, TarStream
+from bootseer.prefetch.sources.stream import ExpectedLayer, tar_stream
 from testbed.images.building import compress, digest
 
 CONTENT = os.urandom(3_000_000) + bytes(2_000_000) + b"end"
@@ -27,12 +27,12 @@ def read(
     stored_digest: str | None = "",
     limits: ExpansionLimits | None = None,
 ) -> bytes:
-    expected = Expected(
+    expected = ExpectedLayer(
         digest(content),
         len(stored) if size_bytes is None else size_bytes,
         digest(stored) if stored_digest == "" else stored_digest,
     )
-    with TarStream(
+    with tar_stream(
         io.BytesIO(stored), expected, limits or ExpansionLimits(), lambda count: None
     ) as stream:
         data = stream.read()
@@ -65,9 +65,9 @@ def test_a_source_that_gives_little_at_a_time(compression: str) -> None:
 
     content = CONTENT[:20_000] + bytes(30_000)
     stored = compress(content, compression)
-    expected = Expected(digest(content), len(stored), digest(stored))
+    expected = ExpectedLayer(digest(content), len(stored), digest(stored))
     source = Dribbling(stored)
-    with TarStream(source, expected, ExpansionLimits(), lambda count: None) as stream:
+    with tar_stream(source, expected, ExpansionLimits(), lambda count: None) as stream:
         assert stream.read() == content
     assert source.closed
 
@@ -146,9 +146,9 @@ def test_a_few_kilobytes_do_not_become_a_gigabyte() -> None:
     bomb = zstandard.ZstdCompressor(level=19).compress(bytes(2**30))
     assert len(bomb) < 61_000
     pieces: list[bytes] = []
-    expected = Expected(digest(b""), len(bomb), None)
+    expected = ExpectedLayer(digest(b""), len(bomb), None)
     with (
-        TarStream(io.BytesIO(bomb), expected, ExpansionLimits(), lambda count: None) as stream,
+        tar_stream(io.BytesIO(bomb), expected, ExpansionLimits(), lambda count: None) as stream,
         pytest.raises(CorruptError, match="bomb"),
     ):
         pieces.extend(iter(lambda: stream.read(2**20), b""))
@@ -170,8 +170,8 @@ def test_other_compressions_are_named(magic: bytes) -> None:
 
 
 def test_a_reader_that_stops_early_leaves_no_thread() -> None:
-    expected = Expected(digest(CONTENT), len(CONTENT), None)
-    with TarStream(
+    expected = ExpectedLayer(digest(CONTENT), len(CONTENT), None)
+    with tar_stream(
         io.BytesIO(CONTENT * 5), expected, ExpansionLimits(), lambda count: None
     ) as stream:
         assert stream.read(10) == CONTENT[:10]
@@ -184,8 +184,8 @@ def test_errors_of_the_source_are_ours() -> None:
 
     with (
         pytest.raises(BootseerError, match="Input/output"),
-        TarStream(
-            Broken(), Expected(digest(b""), 0, None), ExpansionLimits(), lambda count: None
+        tar_stream(
+            Broken(), ExpectedLayer(digest(b""), 0, None), ExpansionLimits(), lambda count: None
         ) as stream,
     ):
         stream.finish()
@@ -194,14 +194,14 @@ def test_errors_of_the_source_are_ours() -> None:
 def test_progress_counts_stored_bytes() -> None:
     stored = gzip.compress(CONTENT)
     counts: list[int] = []
-    expected = Expected(digest(CONTENT), len(stored), digest(stored))
-    with TarStream(io.BytesIO(stored), expected, ExpansionLimits(), counts.append) as stream:
+    expected = ExpectedLayer(digest(CONTENT), len(stored), digest(stored))
+    with tar_stream(io.BytesIO(stored), expected, ExpansionLimits(), counts.append) as stream:
         stream.finish()
     assert sum(counts) == len(stored)
 
 
 def test_a_layer_named_by_sha512_is_verified() -> None:
     name = f"sha512:{hashlib.sha512(CONTENT).hexdigest()}"
-    expected = Expected(name, len(CONTENT), name)
-    with TarStream(io.BytesIO(CONTENT), expected, ExpansionLimits(), lambda count: None) as stream:
+    expected = ExpectedLayer(name, len(CONTENT), name)
+    with tar_stream(io.BytesIO(CONTENT), expected, ExpansionLimits(), lambda count: None) as stream:
         stream.finish()

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UnsupportedError
-from bootseer.fuse.kernel.server import Server
+from bootseer.fuse.kernel.server import FuseServer
 from bootseer.prefetch.warm import opens
 from bootseer.prefetch.warm.opens import InotifyWatch, directories
-from bootseer.prefetch.warm.record import Range, decode, encode
-from bootseer.prefetch.warm.recording import Recording
+from bootseer.prefetch.warm.record import FileRange, decode, encode
+from bootseer.prefetch.warm.recording import WarmRecording
 from bootseer.prefetch.warm.residency import has_fowner
 from testbed.mounts.fuse_mount import check_python, mounted, short_options
 from testbed.mounts.slow_fs import SlowFileSystem
@@ -35,7 +35,9 @@ def source(tmp_path: Path) -> Path:
     return directory
 
 
-def _serve(operations: SlowFileSystem, mountpoint: Path, readahead_bytes: int) -> Iterator[Server]:
+def _serve(
+    operations: SlowFileSystem, mountpoint: Path, readahead_bytes: int
+) -> Iterator[FuseServer]:
     options = short_options(max_readahead_bytes=readahead_bytes, allow_other=os.geteuid() == 0)
     with mounted(operations, mountpoint, options) as server:
         yield server
@@ -136,7 +138,7 @@ def test_files_of_another_user_are_recorded_whole(source: Path, tmp_path: Path) 
         try:
             become(NOBODY)
             has_fowner.cache_clear()
-            recording = Recording(str(source))
+            recording = WarmRecording(str(source))
             (source / "package/data").open("rb").read(1)
             os.write(theirs, encode(recording.finish("name:x", "w")))
         finally:
@@ -147,7 +149,7 @@ def test_files_of_another_user_are_recorded_whole(source: Path, tmp_path: Path) 
     assert os.waitpid(child, 0)[1] == 0
     assert record.method == "inotify"
     assert [(file.path, file.ranges) for file in record.files] == [
-        (b"package/data", (Range(0, 2**22),))
+        (b"package/data", (FileRange(0, 2**22),))
     ]
 
 
@@ -188,8 +190,8 @@ def test_a_tree_with_too_many_directories_is_recorded_by_its_pages(
 ) -> None:
     monkeypatch.setattr(opens, "DIRECTORY_COUNT_MAX", 1)
     with pytest.raises(UnsupportedError, match="more directories"):
-        Recording(str(source), "inotify")
-    recording = Recording(str(source), "auto")
+        WarmRecording(str(source), "inotify")
+    recording = WarmRecording(str(source), "auto")
     recording.close()
     assert recording.method in ("fanotify", "residency")
 

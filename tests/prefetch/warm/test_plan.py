@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.prefetch.warm.plan import GAP_BYTES, JOB_BYTES, plan
-from bootseer.prefetch.warm.record import Range, WarmFile, WarmRecord
-from bootseer.prefetch.warm.request import budget_bytes
+from bootseer.prefetch.warm.plan import (
+    GAP_BYTES,
+    JOB_BYTES,
+    memory_budget_bytes,
+    plan_read_ahead,
+)
+from bootseer.prefetch.warm.record import FileRange, WarmFile, WarmRecord
 
 _MIB = 2**20
 
@@ -19,7 +23,7 @@ def meminfo(tmp_path: Path) -> Path:
 
 
 def test_half_of_what_the_machine_has_left(meminfo: Path, tmp_path: Path) -> None:
-    assert budget_bytes(meminfo, tmp_path / "no groups here") == 500 * _MIB
+    assert memory_budget_bytes(meminfo, tmp_path / "no groups here") == 500 * _MIB
 
 
 @pytest.mark.parametrize(
@@ -35,11 +39,11 @@ def test_a_control_group_may_leave_less(
     (group / "memory.current").write_text(f"{300 * _MIB}\n")
     # Page cache can be dropped, so it counts as free.
     (group / "memory.stat").write_text(f"anon 5\ninactive_file {100 * _MIB}\n")
-    assert budget_bytes(meminfo, group) == expected_mib * _MIB
+    assert memory_budget_bytes(meminfo, group) == expected_mib * _MIB
 
 
 def test_the_real_machine_has_some() -> None:
-    assert 0 < budget_bytes() < 2**50
+    assert 0 < memory_budget_bytes() < 2**50
 
 
 def _record(*files: WarmFile) -> WarmRecord:
@@ -47,23 +51,23 @@ def _record(*files: WarmFile) -> WarmRecord:
 
 
 def _file(path: bytes, *ranges: tuple[int, int], size: int = 10_000) -> WarmFile:
-    return WarmFile(path, size, 5, tuple(Range(*numbers) for numbers in ranges))
+    return WarmFile(path, size, 5, tuple(FileRange(*numbers) for numbers in ranges))
 
 
 def test_small_gaps_are_read_over_and_large_ones_are_not() -> None:
     far = GAP_BYTES + 4096 + 1
     record = _record(_file(b"a", (0, 1), (GAP_BYTES, 4096), (2 * far, 10), size=_MIB))
-    (job,) = plan(record, 2**40).jobs
-    assert job.ranges == (Range(0, GAP_BYTES + 4096), Range(2 * far, 10))
+    (job,) = plan_read_ahead(record, 2**40).jobs
+    assert job.ranges == (FileRange(0, GAP_BYTES + 4096), FileRange(2 * far, 10))
 
 
 def test_a_large_file_is_shared_among_threads_in_order() -> None:
     record = _record(_file(b"a", (5, 2 * JOB_BYTES + 7), size=2**40))
-    work = plan(record, 2**40)
+    work = plan_read_ahead(record, 2**40)
     assert [job.ranges for job in work.jobs] == [
-        (Range(5, JOB_BYTES),),
-        (Range(5 + JOB_BYTES, JOB_BYTES),),
-        (Range(5 + 2 * JOB_BYTES, 7),),
+        (FileRange(5, JOB_BYTES),),
+        (FileRange(5 + JOB_BYTES, JOB_BYTES),),
+        (FileRange(5 + 2 * JOB_BYTES, 7),),
     ]
     assert work.planned_bytes == record.range_bytes
 
@@ -75,6 +79,6 @@ def test_what_is_wanted_first_has_the_memory() -> None:
         _file(b"empty"),
         _file(b"third", (0, 300)),
     )
-    work = plan(record, 1000)
+    work = plan_read_ahead(record, 1000)
     assert [job.file.path for job in work.jobs] == [b"first", b"empty", b"third"]
     assert (work.planned_bytes, work.left_out_bytes) == (900, 600)

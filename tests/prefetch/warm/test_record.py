@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.prefetch.warm.record import (
-    Range,
+    FileRange,
     WarmFile,
     WarmRecord,
     bounded,
@@ -18,9 +18,9 @@ from bootseer.prefetch.warm.record import (
     encode,
     identity_of,
     key_of,
-    merge,
+    merge_records,
     normalized,
-    without,
+    subtract,
 )
 
 _IDENTITY = "path:/lustre/env"
@@ -32,14 +32,14 @@ def _record(*files: WarmFile, count: int = 1) -> WarmRecord:
 
 
 def _file(path: bytes, *ranges: tuple[int, int], size: int = 10_000, mtime: int = 5) -> WarmFile:
-    return WarmFile(path, size, mtime, tuple(Range(*numbers) for numbers in ranges))
+    return WarmFile(path, size, mtime, tuple(FileRange(*numbers) for numbers in ranges))
 
 
-def _pages(ranges: tuple[Range, ...]) -> set[int]:
+def _pages(ranges: tuple[FileRange, ...]) -> set[int]:
     return {byte for found in ranges for byte in range(found.offset, found.end)}
 
 
-_RANGES = st.lists(st.builds(Range, st.integers(0, 60), st.integers(1, 9)), max_size=8)
+_RANGES = st.lists(st.builds(FileRange, st.integers(0, 60), st.integers(1, 9)), max_size=8)
 
 
 def test_a_record_comes_back_as_it_was() -> None:
@@ -51,11 +51,11 @@ def test_a_record_comes_back_as_it_was() -> None:
 
 
 @given(_RANGES, _RANGES)
-def test_ranges_are_sets_of_bytes(left: list[Range], right: list[Range]) -> None:
+def test_ranges_are_sets_of_bytes(left: list[FileRange], right: list[FileRange]) -> None:
     first, second = normalized(left), normalized(right)
     assert _pages(first) == _pages(tuple(left))
     assert all(a.end < b.offset for a, b in itertools.pairwise(first))
-    assert _pages(without(first, second)) == _pages(first) - _pages(second)
+    assert _pages(subtract(first, second)) == _pages(first) - _pages(second)
 
 
 def test_what_two_recordings_touched_is_united() -> None:
@@ -63,13 +63,13 @@ def test_what_two_recordings_touched_is_united() -> None:
     new = _record(
         _file(b"only new", (3, 4)), _file(b"changed", (5, 1), mtime=6), _file(b"same", (10, 5))
     )
-    merged = merge(old, new)
+    merged = merge_records(old, new)
     assert merged.recording_count == 2
     assert {file.path: file.ranges for file in merged.files} == {
-        b"only new": (Range(3, 4),),
-        b"changed": (Range(5, 1),),
-        b"same": (Range(0, 15),),
-        b"only old": (Range(1, 2),),
+        b"only new": (FileRange(3, 4),),
+        b"changed": (FileRange(5, 1),),
+        b"same": (FileRange(0, 15),),
+        b"only old": (FileRange(1, 2),),
     }
     assert [file.path for file in merged.files][:2] == [b"only new", b"changed"]
 
@@ -77,7 +77,7 @@ def test_what_two_recordings_touched_is_united() -> None:
 def test_a_file_in_absurdly_many_pieces_becomes_one() -> None:
     file = _file(b"sparse", *((2 * n, 1) for n in range(70_000)), size=200_000)
     (kept,) = bounded([file])
-    assert kept.ranges == (Range(0, 139_999),)
+    assert kept.ranges == (FileRange(0, 139_999),)
 
 
 def test_identities_do_not_collide() -> None:

@@ -101,7 +101,7 @@ def test_the_first_verified_answer_wins_and_the_late_one_touches_nothing(
         buffer[:] = Driver(storage).read("f", step=len(DATA))
     assert buffer == DATA
     backend.released.set()
-    look = storage.counters.look()
+    look = storage.counters.read()
     assert look.late_count >= look.late_won_count >= 3, "one for each part at least"
     # Otherwise the pace of the second method is learned, and the first one is used.
     assert all(backend.checked_by_us)
@@ -216,7 +216,7 @@ def test_what_fails_for_a_while_is_read_in_the_end(tmp_path: Path) -> None:
     backend.rules.append(failing("read", lambda: UnavailableError("away"), within="/00", times=3))
     storage = storage_on(backend, unit=UNIT)
     assert Driver(storage).read("f", step=len(DATA)) == DATA
-    assert storage.counters.look().read_retry_count == 3
+    assert storage.counters.read().read_retry_count == 3
     storage.close()
 
 

@@ -171,7 +171,7 @@ def test_readers_of_a_file_that_cannot_be_read_hold_up_nobody_else(tmp_path: Pat
             readers: list[Future[bytes]] = [
                 pool.submit(storage.reader.read_bytes, dead, at * 8192, 100) for at in range(12)
             ]
-            wait_for(lambda: storage.counters.look().read_retry_count >= 12, "the first failures")
+            wait_for(lambda: storage.counters.read().read_retry_count >= 12, "the first failures")
             assert driver.read("well") == bytes(100_000)
             assert not any(reader.done() for reader in readers)
             backend.rules.clear()
@@ -276,7 +276,7 @@ def test_bytes_that_somebody_uses_are_not_dropped() -> None:
     assert unused.is_dropped
     assert not memory.try_charge(4)
     assert not used.is_dropped
-    memory.let_go(used)
+    memory.end_use(used)
     assert memory.try_charge(4)
     assert used.is_dropped
     assert not memory.use(used)

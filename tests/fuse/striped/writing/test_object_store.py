@@ -143,7 +143,7 @@ def test_a_put_that_fails_is_made_again(backend: Backend) -> None:
         driver.mkdir("d")
         driver.write("d/f", DATA)
         assert driver.read("d/f") == DATA
-        assert storage.counters.look().write_retry_count == 2
+        assert storage.counters.read().write_retry_count == 2
 
 
 def test_a_save_that_is_killed_leaves_only_garbage(s3_url: str) -> None:

@@ -61,7 +61,7 @@ class Saving:
         self.backend.rules.append(lambda *_: squeeze(self.storage.memory))
 
     def retry_count(self) -> int:
-        return self.storage.counters.look().write_retry_count
+        return self.storage.counters.read().write_retry_count
 
     def assert_stored_whole(self) -> None:
         self.backend.rules.clear()
@@ -281,5 +281,5 @@ def test_what_cannot_be_given_up_is_at_most_half_of_the_memory() -> None:
     unit = memory.take_unit([b"x" * 300], 300, 0, 1.0, lambda: False)
     assert memory.hold(unit)
     assert not memory.hold(unit)
-    memory.let_go(300)
+    memory.end_hold(300)
     assert memory.hold(unit)

@@ -21,8 +21,8 @@ from bootseer.prefetch.bundle.format import decode_frame, write_bundle
 from bootseer.prefetch.bundle.hot_store import MERGED_TRACE_COUNT, HotPointer
 from bootseer.prefetch.index.catalogue import read_tree
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.publish import hot_build
-from bootseer.prefetch.publish.hot_build import add_trace
+from bootseer.prefetch.publish import bundle_build
+from bootseer.prefetch.publish.bundle_build import add_trace
 from bootseer.prefetch.record import hotset
 from bootseer.prefetch.record import trace as trace_format
 from bootseer.prefetch.record.file_rows import TracedFile
@@ -201,7 +201,7 @@ def test_the_lease_is_renewed_while_a_bundle_is_built(
     site: IndexedImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large bundle takes longer than the lease lasts."""
-    monkeypatch.setattr(hot_build, "LEASE_S", 6.0)
+    monkeypatch.setattr(bundle_build, "LEASE_S", 6.0)
     building, go_on = threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> bytes:
@@ -209,7 +209,7 @@ def test_the_lease_is_renewed_while_a_bundle_is_built(
         assert go_on.wait(60)
         return write_bundle(*arguments)
 
-    monkeypatch.setattr(hot_build, "write_bundle", slow)
+    monkeypatch.setattr(bundle_build, "write_bundle", slow)
     renew, renewed = Lease.renew, threading.Event()
 
     def renewing(lease: Lease) -> None:
@@ -240,7 +240,7 @@ def test_sixteen_large_traces(site: IndexedImage) -> None:
         accesses = tuple(Access(n // 40, n % 40 * 4096, 4096, n) for n in order)
         base = site.trace(1)
         traces.append(replace(base, node=f"n{number}", files=files, accesses=accesses))
-    hot = hotset.merge(site.record.index_digest, "train", traces)
+    hot = hotset.merge_traces(site.record.index_digest, "train", traces)
     assert [(r.path, r.length) for r in hot.ranges] == [(f.path, 40 * 4096) for f in files]
 
 

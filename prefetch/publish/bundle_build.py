@@ -1,8 +1,8 @@
-"""Makes a workload's hot set and bundle from its traces, and publishes them.
+"""Building of a workload's hot set and bundle from its traces, and their publication.
 
-Alone owns what is merged and the order in which things appear in the store: a bundle's parts, its
-header, then the pointer to it, so that nothing ever names what is absent. Edge; any
-thread, and any node: a lease in the store lets one at a time build a workload's bundle.
+Objects appear in the order: parts of the bundle, its header, the pointer to the bundle. So no
+object ever names a missing one. Any thread, any node: a lease in the store lets one node at a time
+build a workload's bundle.
 """
 
 import contextlib
@@ -53,15 +53,14 @@ def add_trace(
     *,
     renew: bool = False,
 ) -> HotPointer | None:
-    """Publish a trace that says much which the workload's bundle does not know, and a new bundle
-    of the image, which is called `reference`.
+    """Publish a trace, and a new bundle of the image called `reference`, if the trace is news.
 
-    Nodes that start at once record the same, so one of them publishes: while another node has the
-    workload's lease, and when the bundle knows the trace by then, nothing is published. What only
-    this node reads is published by the next start that misses it.
+    Nodes that start together record the same, so one of them publishes. Nothing is published while
+    another node holds the workload's lease, or if the newest bundle has most of the trace's pages.
+    Pages that only this node reads are published by the next start that misses them.
 
-    `renew`: the bundle that there was when the trace began is of no use, whatever it holds. Return
-    None without a new bundle. Raises: BootseerError.
+    `renew`: replace the bundle that existed when the trace began, whatever it holds.
+    Returns: The pointer to the new bundle, or None without one. Raises: BootseerError.
     """
     index_digest, workload = trace.index_digest, trace.workload
     owner = f"{settings.node}:{os.getpid()}"
@@ -71,8 +70,8 @@ def add_trace(
         return None
     # Building a large bundle takes longer than the lease lasts.
     with LeaseRenewal(lease, LEASE_S):
-        if not _teaches(store, tree, trace, renew):
-            _log.info("the bundle of %s knows all this", workload)
+        if not _is_news(store, tree, trace, renew):
+            _log.info("the bundle of %s has most pages of this trace", workload)
             return None
         key = hot_store.publish_trace(store, trace)
         _log.info("published the trace %s with %d accesses", key, len(trace.accesses))
@@ -82,7 +81,7 @@ def add_trace(
         return build_bundle(settings, store, tree, index_digest, reference, workload)
 
 
-def _teaches(store: Store, tree: Tree, trace: Trace, renew: bool) -> bool:
+def _is_news(store: Store, tree: Tree, trace: Trace, renew: bool) -> bool:
     lengths = [blob.stream_length for blob in tree.blobs]
     try:
         pointer = hot_store.read_pointer(store, trace.index_digest, trace.workload)
@@ -106,10 +105,11 @@ def _teaches(store: Store, tree: Tree, trace: Trace, renew: bool) -> bool:
 def build_bundle(
     settings: Settings, store: Store, tree: Tree, index_digest: str, reference: str, workload: str
 ) -> HotPointer | None:
-    """Merge the workload's traces and publish hot set, bundle and pointer, and let other builds of
-    the image, which is called `reference`, find them.
+    """Merge the workload's traces; publish hot set, bundle and pointer of the image `reference`.
 
-    None when there is nothing hot. Raises: BootseerError.
+    Other builds of the image find the bundle as one of a similar image.
+
+    Returns: The pointer, or None if no page is hot. Raises: BootseerError.
     """
     traces = []
     for key in hot_store.trace_keys(store, index_digest, workload):
@@ -117,7 +117,7 @@ def build_bundle(
             traces.append(hot_store.read_trace(store, key))
         except BootseerError as error:
             _log.warning("the trace %s is left out: %s", key, error)
-    hot = hotset.merge(index_digest, workload, traces)
+    hot = hotset.merge_traces(index_digest, workload, traces)
     if hot.scattered:
         _log.info(
             "each start reads other bytes of %s, which therefore are fetched when they are read; "
@@ -130,7 +130,7 @@ def build_bundle(
         return None
     hot_data = hotset.encode(hot)
     hot_digest = f"sha256:{hashlib.sha256(hot_data).hexdigest()}"
-    # All is replaced: what is there under these names may be damaged.
+    # Replaces objects of the same names, which may be damaged.
     store.publish(hot_store.hotset_key(hot_digest), hot_data, replace=True)
     digest, header_bytes, size_bytes = _publish_bundle(
         settings, store, tree, index_digest, reference, frames
@@ -163,7 +163,10 @@ def _publish_bundle(
     reference: str,
     frames: Sequence[tuple[BundleExtent, ...]],
 ) -> tuple[str, int, int]:
-    """The digest, the bytes of the header and all bytes of a new bundle. Raises: BootseerError."""
+    """Publish a bundle. Return its digest, the size of its header and its size.
+
+    Raises: BootseerError.
+    """
     layers = LayerReader(settings, store, reference, tree.blobs)
     streams = ImageBytes(
         tree.blobs,
@@ -188,7 +191,7 @@ def _publish_bundle(
             digest = f"sha256:{hashlib.sha256(header).hexdigest()}"
             for number, part in enumerate(parts):
                 store.publish(hot_store.part_key(digest, number), _pieces(part), replace=True)
-            # The header after what it names, the pointer after the header.
+            # After the parts that the header names.
             store.publish(hot_store.header_key(digest), header, replace=True)
     except OSError as error:
         raise from_oserror(error, "build the bundle") from error
