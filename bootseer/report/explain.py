@@ -135,13 +135,18 @@ class StartModel:
     def __init__(self, graph: StartGraph) -> None:
         self.graph = graph
         self.clocks = compare_clocks(self.graph)
-        self.graph.shift(self.clocks.shift_s)
+        shift_s = self.clocks.shift_s
         begins = [
-            (group.role in BEFORE_LAUNCHER, min(group.times[0])) for group in self.graph.groups
+            (
+                group.role in BEFORE_LAUNCHER,
+                time + (shift_s.get(node, 0.0) if group.role != CONTROL_PLANE else 0.0),
+            )
+            for group in self.graph.groups
+            for node, time in zip(group.nodes, group.times[0], strict=True)
         ]
         origin_s = min((begin for _, begin in begins), default=0.0)
-        self.graph.count_from(origin_s)
         began_s = min((begin for is_before, begin in begins if not is_before), default=origin_s)
+        self.graph.align(shift_s, origin_s)
         self.before_s = began_s - origin_s
         self.intervals = intervals_of(self.graph)
         self.peers = compare(self.intervals.values())
@@ -335,10 +340,15 @@ def break_down(graph: StartGraph) -> Breakdown | None:
             parts.setdefault(key, []).append(_Part(group, spans, origin))
     names = Counter(name for name, _ in parts)
     # The role is part of the name only if several programs have a stage of this name.
-    rows = {
-        (name, role): _row(name if names[name] == 1 else f"{name} ({role or LAUNCHER})", found)
-        for (name, role), found in parts.items()
-    }
+    counts: dict[frozenset[Group], tuple[int, int]] = {}
+    rows = {}
+    for (name, role), found in parts.items():
+        shown = name if names[name] == 1 else f"{name} ({role or LAUNCHER})"
+        # Most stages are those of the same groups.
+        groups = frozenset(part.group for part in found)
+        if groups not in counts:
+            counts[groups] = _node_and_rank_count(groups)
+        rows[name, role] = _row(shown, found, counts[groups])
     total, ready = rows.pop((START, ""), None), rows.pop((READY, ""), None)
     return Breakdown(
         job=heading.job,
@@ -353,6 +363,13 @@ def break_down(graph: StartGraph) -> Breakdown | None:
         ready=ready,
         stages=tuple(sorted(rows.values(), key=lambda row: row.begins_s)),
     )
+
+
+def _node_and_rank_count(groups: Iterable[Group]) -> tuple[int, int]:
+    ranks: set[tuple[str, int]] = set()
+    for group in groups:
+        ranks.update(zip(group.nodes, group.tasks, strict=True))
+    return len({node for node, _ in ranks}), len(ranks)
 
 
 class _Part(NamedTuple):
@@ -386,8 +403,7 @@ class _Part(NamedTuple):
         return {row for span in self.spans for row in self.group.open_spans.get(span, ())}
 
 
-def _row(name: str, parts: Sequence[_Part]) -> StageRow:
-    ranks: set[tuple[str, int]] = set()
+def _row(name: str, parts: Sequence[_Part], counts: tuple[int, int]) -> StageRow:
     open_on: dict[str, None] = {}
     begins: array[float] = array("d")
     finished: array[float] = array("d")
@@ -396,7 +412,6 @@ def _row(name: str, parts: Sequence[_Part]) -> StageRow:
     notes: dict[str, None] = {}
     for part in parts:
         group = part.group
-        ranks.update(zip(group.nodes, group.tasks, strict=True))
         begins.extend(part.begins())
         still = part.open_rows()
         open_on.update(dict.fromkeys(_rank(group, row) for row in sorted(still)))
@@ -413,10 +428,11 @@ def _row(name: str, parts: Sequence[_Part]) -> StageRow:
             figures = group.evidence[span].get("bootseer.bytes", ())
             moved += sum(one for one in figures if not math.isnan(one))
     ordered = sorted(finished)
+    node_count, rank_count = counts
     return StageRow(
         name=name,
-        node_count=len({node for node, _ in ranks}),
-        rank_count=len(ranks),
+        node_count=node_count,
+        rank_count=rank_count,
         open_count=len(open_on),
         open_on=tuple(open_on),
         failed_count=failed_count,

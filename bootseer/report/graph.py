@@ -28,6 +28,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import sub
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -58,6 +59,8 @@ ADAPTER = "bootseer.adapter"
 """Resource attribute of stages from another program: the adapter that parsed them."""
 NO_RANK = -1
 _RESTART = "bootseer.restart"
+# Every stage has it, and it is no figure.
+_MONOTONIC = "bootseer.monotonic_ns"
 
 _NOTHING: Mapping[str, Value] = MappingProxyType({})
 
@@ -266,23 +269,25 @@ def _spans(stages: list[Stage], origin_ns: int) -> list[TrackSpan]:
     places = {stage.span_id: number for number, stage in enumerate(stages)}
     spans = []
     for number, stage in enumerate(stages):
-        attributes = stage.attributes
-        parent = places.get(stage.parent_id, -1)
-        fallback = attributes.get("bootseer.fallback")
-        barrier = str(attributes.get(BARRIER, ""))
+        attributes, end_ns, has_failed = stage.attributes, stage.end_ns, stage.failed
+        parent = places.get(stage.parent_id, -1) if stage.parent_id else -1
+        barrier = str(attributes[BARRIER]) if BARRIER in attributes else ""
+        notes: tuple[str, ...] = (stage.message,) if stage.message else ()
+        if fallback := attributes.get("bootseer.fallback"):
+            notes = (str(fallback), *notes)
         spans.append(
             TrackSpan(
                 stage.name,
                 (stage.start_ns - origin_ns) / 1e9,
-                ((stage.end_ns or last_ns) - origin_ns) / 1e9,
+                ((end_ns or last_ns) - origin_ns) / 1e9,
                 parent if parent < number else -1,
-                "" if stage.failed else barrier,
-                barrier if stage.failed else "",
-                str(attributes.get(WAITED_FOR, "")),
-                stage.end_ns is None,
+                "" if has_failed else barrier,
+                barrier if has_failed else "",
+                str(attributes[WAITED_FOR]) if WAITED_FOR in attributes else "",
+                end_ns is None,
                 attributes,
-                tuple(str(one) for one in (fallback, stage.message) if one),
-                stage.failed,
+                notes,
+                has_failed,
             )
         )
     return spans
@@ -291,8 +296,6 @@ def _spans(stages: list[Stage], origin_ns: int) -> list[TrackSpan]:
 # Begins come from the wall clock and durations from the monotonic one, so a span may seem to begin
 # slightly before its predecessor ended.
 _TOLERANCE_S = 0.001
-_NUMBER_BITS = 24
-_NUMBER_MAX = (1 << _NUMBER_BITS) - 1
 ORIGIN = -1
 """Stands for the event after which a process began: an event of its parent process, or time 0."""
 
@@ -410,26 +413,22 @@ def _step(event: int, before: list[int], start: int, label: Label) -> Step:
 
 
 def _order(spans: Sequence[TrackSpan]) -> tuple[int, ...]:
-    # Events are sorted as integers of time in ns, kind and number: quicker than tuples.
-    # Order at one instant: ends, inner before outer; then begins; then ends of empty spans.
-    keys = []
+    # Order at one instant: ends, inner before outer; then begins; then ends of empty spans. Events
+    # are put into that order first, since the sort by time is stable.
+    times: list[float] = []
+    ends: list[int] = []
+    ends_of_empty: list[int] = []
     for number, span in enumerate(spans):
-        begin_ns = int(span.begin_s * 1e9)
-        end_ns = int((span.end_s - _TOLERANCE_S) * 1e9)
-        keys.append((3 * begin_ns + 1) << _NUMBER_BITS | number)
-        if end_ns <= begin_ns:
-            keys.append((3 * begin_ns + 2) << _NUMBER_BITS | number)
+        begin_s, end_s = span.begin_s, span.end_s - _TOLERANCE_S
+        if end_s <= begin_s:
+            times += (begin_s, begin_s)
+            ends_of_empty.append(end_of(number))
         else:
-            keys.append(3 * end_ns << _NUMBER_BITS | (_NUMBER_MAX - number))
-    keys.sort()
-    return tuple(map(_event_of, keys))
-
-
-def _event_of(key: int) -> int:
-    number, kind = key & _NUMBER_MAX, (key >> _NUMBER_BITS) % 3
-    if kind == 1:
-        return begin_of(number)
-    return end_of(number if kind == 2 else _NUMBER_MAX - number)
+            times += (begin_s, end_s)
+            ends.append(end_of(number))
+    events = [*reversed(ends), *range(0, len(times), 2), *ends_of_empty]
+    events.sort(key=times.__getitem__)
+    return tuple(events)
 
 
 NOTES_MAX = 20
@@ -485,11 +484,11 @@ class Group:
         self.ranks.append(track.rank)
         self.tasks.append(track.task)
         self.parents.append((track.node, track.parent))
-        times = self.times
-        for number, (span, evidence) in enumerate(zip(track.spans, self.evidence, strict=True)):
+        columns = zip(track.spans, self.evidence, self.times[::2], self.times[1::2], strict=True)
+        for number, (span, evidence, begins, ends) in enumerate(columns):
             begin_s, end_s = span.begin_s, span.end_s
-            times[2 * number].append(begin_s)
-            times[2 * number + 1].append(end_s if end_s > begin_s else begin_s)
+            begins.append(begin_s)
+            ends.append(end_s if end_s > begin_s else begin_s)
             if span.barrier:
                 self.barriers[number].append(sys.intern(span.barrier))
             if span.missed_barrier:
@@ -503,7 +502,7 @@ class Group:
             if span.notes:
                 self._note(number, span.notes)
             for name, value in span.evidence.items():
-                if value.__class__ is float or value.__class__ is int:
+                if value.__class__ is float or (value.__class__ is int and name != _MONOTONIC):
                     column = evidence.get(name)
                     if column is None:
                         column = evidence[name] = array("d")
@@ -660,22 +659,18 @@ class StartGraph:
                     return place, events[-1]
         return None
 
-    def shift(self, seconds_by_node: Mapping[str, float]) -> None:
-        """Add each node's correction to all of its times but the control plane's."""
-        for group in self._groups.values():
-            if group.role == CONTROL_PLANE:
-                continue
-            shifts = [seconds_by_node.get(node, 0.0) for node in group.nodes]
-            if any(shifts):
-                for number, column in enumerate(group.times):
-                    group.times[number] = array(
-                        "d", [time + shift for time, shift in zip(column, shifts, strict=True)]
-                    )
+    def align(self, shift_s: Mapping[str, float], origin_s: float) -> None:
+        """Add each node's clock correction to all of its times but the control plane's.
 
-    def count_from(self, origin_s: float) -> None:
-        """Subtract `origin_s` from all times."""
+        Then subtract `origin_s` from all times.
+        """
         for group in self._groups.values():
-            group.times = [array("d", [time - origin_s for time in one]) for one in group.times]
+            is_shifted = group.role != CONTROL_PLANE
+            offsets = [
+                origin_s - shift_s.get(node, 0.0) if is_shifted else origin_s
+                for node in group.nodes
+            ]
+            group.times = [array("d", map(sub, column, offsets)) for column in group.times]
 
     def barriers(self) -> Iterator[tuple[Group, int, list[str]]]:
         """Yield each barrier span with its group and the barrier key of each row."""

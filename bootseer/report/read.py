@@ -11,15 +11,14 @@ import gc
 import logging
 import os
 import pickle
-from collections import deque
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
 from typing import BinaryIO, Generic, NamedTuple, TypeVar, cast
 
 from bootseer.errors import BootseerError
 from bootseer.linux.processes import kill_child, may_fork
+from bootseer.linux.scripts import python_environment
 from bootseer.report.graph import StartGraph, tracks_of
 from bootseer.report.others.placing import ForeignStages
 from bootseer.report.sources import StartFiles
@@ -102,21 +101,45 @@ def _of_parts(
     if files.are_local or count < 2:
         yield from in_order(function, parts, count)
         return
-    # A store's client may have threads, with which this process cannot be forked: other processes
-    # are started, and get what this one fetches.
-    with ProcessPoolExecutor(count, get_context("spawn"), gc.disable) as pool:
-        ahead: deque[Future[R]] = deque()
+    # A store's client may have threads, with which this process cannot be forked: new processes get
+    # what this one fetches, one part at a time.
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(_new_worker()) for _ in range(count)]
+        for worker, part in zip(workers, parts, strict=False):
+            _send(worker, function, part.fetched())
+        for number in range(len(parts)):
+            worker = workers[number % count]
+            ahead = [part.fetched() for part in parts[number + count : number + count + 1]]
+            answer: _WorkerResult[R] = _next_result(cast(BinaryIO, worker.stdout))
+            for part in ahead:
+                _send(worker, function, part)
+            yield _result_of(answer)
+
+
+@contextlib.contextmanager
+def _new_worker() -> Iterator["subprocess.Popen[bytes]"]:
+    command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=python_environment(), stdin=pipe, stdout=pipe) as worker:
         try:
-            for part in parts:
-                ahead.append(pool.submit(function, part.fetched()))
-                if len(ahead) > count:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-        except BrokenProcessPool as error:
-            raise BootseerError(_KILLED) from error
+            yield worker
         finally:
-            pool.shutdown(cancel_futures=True)
+            worker.kill()
+
+
+def _send(worker: "subprocess.Popen[bytes]", function: Callable[[T], R], thing: T) -> None:
+    try:
+        _write(cast(BinaryIO, worker.stdin), (function, thing))
+    except BrokenPipeError as error:
+        raise BootseerError(_KILLED) from error
+
+
+def serve() -> None:
+    """Answer the calls that the parent process sends to standard input, until it is closed."""
+    gc.disable()
+    while length := int.from_bytes(sys.stdin.buffer.read(_LENGTH_BYTES)):
+        function, thing = pickle.loads(sys.stdin.buffer.read(length))
+        _write(sys.stdout.buffer, _call(function, thing))
 
 
 _KILLED = (
@@ -163,9 +186,7 @@ def in_order(
                 pids.append(pid)
         for number in range(len(things)):
             answer: _WorkerResult[R] = _next_result(pipes[number % count])
-            if answer.error is not None:
-                raise answer.error
-            yield cast(R, answer.result)
+            yield _result_of(answer)
 
 
 def _work(function: Callable[[T], R], things: Sequence[T], sink: BinaryIO) -> None:
@@ -174,18 +195,32 @@ def _work(function: Callable[[T], R], things: Sequence[T], sink: BinaryIO) -> No
         # The worker makes millions of objects, none in a cycle, and ends soon.
         gc.disable()
         for thing in things:
-            try:
-                answer = _WorkerResult(function(thing))
-            except Exception as error:
-                answer = _WorkerResult(None, error)
-            data = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
-            for part in (len(data).to_bytes(_LENGTH_BYTES), memoryview(data)):
-                while part:
-                    part = part[sink.write(part) :]
+            _write(sink, _call(function, thing))
         code = 0
     finally:
         # The frames above belong to the parent and must not run here.
         os._exit(code)
+
+
+def _call(function: Callable[[T], R], thing: T) -> _WorkerResult[R]:
+    try:
+        return _WorkerResult(function(thing))
+    except Exception as error:
+        return _WorkerResult(None, error)
+
+
+def _result_of(answer: _WorkerResult[R]) -> R:
+    if answer.error is not None:
+        raise answer.error
+    return cast(R, answer.result)
+
+
+def _write(sink: BinaryIO, value: object) -> None:
+    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    for part in (len(data).to_bytes(_LENGTH_BYTES), memoryview(data)):
+        while part:
+            part = part[sink.write(part) :]
+    sink.flush()
 
 
 def _next_result(pipe: BinaryIO) -> _WorkerResult[R]:

@@ -31,6 +31,13 @@ assert type(loaded) is LlamaForCausalLM and isinstance(loaded, PreTrainedModel)
 double = torch.compile(lambda x: x * 2 + 1, backend="eager")
 assert double(torch.ones(3)).sum() == 9
 
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+parallel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+for _ in range(2):
+    parallel(torch.ones(2)).sum().backward()
+dist.destroy_process_group()
+
 for _ in range(2):
     try:
         torch.cuda.init()
@@ -84,6 +91,12 @@ def test_loads_and_a_compilation_are_noted_in_their_order(spans: list[TrackSpan]
     # Each may have others in it.
     assert [name for name in found if name in expected] == expected
     assert [span.name for span in spans].count("compile") == 1
+
+
+def test_the_first_backward_pass_is_a_barrier(spans: list[TrackSpan]) -> None:
+    found = [(one.name, one.barrier) for one in spans if one.barrier]
+    assert ("first backward", "first backward of group 0") in found
+    assert [name for name, _ in found].count("first backward") == 1
 
 
 def test_an_initialisation_of_cuda_that_fails_is_noted_once_and_fails(

@@ -6,7 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.report.sources import TimelineFolder, find_start
+from bootseer.profile.publish.outgoing import encode, outgoing
+from bootseer.report.explain import StartModel, break_down
+from bootseer.report.export import analysis_document
+from bootseer.report.read import read_graph
+from bootseer.report.sources import (
+    StartFiles,
+    StoredTimelines,
+    TimelineFolder,
+    find_start,
+    key_of,
+    pack,
+)
+from bootseer.store import open_store
 from testbed.starts.generate import Recipe, some_faults
 from testbed.starts.timelines import write_timelines
 from testbed.waiting import wait_for
@@ -49,6 +61,28 @@ def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
     assert two.stderr == b"forks: 2\n"
     assert one.stdout == two.stdout
     assert len(one.stdout) > 10_000
+
+
+def _explained(files: StartFiles, process_count: int) -> object:
+    graph = read_graph(files, process_count)
+    return break_down(graph), analysis_document(StartModel(graph).analyse())
+
+
+def test_processes_that_are_given_a_stored_start_find_what_one_finds(tmp_path: Path) -> None:
+    folder, url = tmp_path / "timelines", (tmp_path / "store").as_uri()
+    write_timelines(folder, Recipe(140, 1), job="j", submission="s")
+    with open_store(url) as store:
+        for path in folder.rglob("*.jsonl"):
+            key = key_of("j", "s", 0, path.stem)
+            store.publish(key, pack(encode(outgoing([path]))), replace=True)
+        files = find_start(StoredTimelines(store), "j")
+        assert not files.are_local
+        one, two = (_explained(files, count) for count in (1, 2))
+        assert one == two
+        # An object that no process can read is left out, by whichever reads it.
+        broken = key_of("j", "s", 0, files.files[0].name)
+        store.publish(broken, b"no zstd", replace=True)
+        assert len(read_graph(files, 2).nodes) == 139
 
 
 def test_parts_of_a_start_are_whole_nodes(tmp_path: Path) -> None:
