@@ -110,7 +110,8 @@ bench-smoke: system-test $(VENV)/ready $(VENV)/formats
 
 # Folders whose docstrings are held to tools/plain_words.py; each further folder is entered here.
 PLAIN_WORDS := $(addprefix bootseer/,blob cli demo gc http kubernetes registry report settings store \
-	transfer) build_backend fuse snapshots testbed tools $(addprefix tests/,bench chart clusters docs \
+	transfer) $(addprefix prefetch/,bundle cache container images reading serve stored_frames.py) \
+	build_backend fuse snapshots testbed tools $(addprefix tests/,bench chart clusters docs \
 	fuse fuzz golden prefetch snapshots soak support testbed)
 
 lint: $(VENV)/ready

@@ -561,15 +561,8 @@ class CachedStream:
         Return False if another process has announced one of them. An announcement is a hint. It
         ends with `withdraw` or with the process.
         """
-        if self._sums_fd < 0:
-            return True
         try:
-            fcntl.lockf(
-                self._sums_fd,
-                fcntl.LOCK_EX | fcntl.LOCK_NB,
-                _NUMBER_BYTES * (stop - first),
-                HEADER_BYTES + _NUMBER_BYTES * first,
-            )
+            self._lock_sums(fcntl.LOCK_EX | fcntl.LOCK_NB, first, stop)
         except OSError as error:
             # On a file system without byte-range locks, every process fetches.
             return error.errno not in (errno.EAGAIN, errno.EACCES)
@@ -577,15 +570,13 @@ class CachedStream:
 
     def withdraw(self, first: int, stop: int) -> None:
         """End an announcement. Never raises."""
-        if self._sums_fd < 0:
-            return
         with contextlib.suppress(OSError):
-            fcntl.lockf(
-                self._sums_fd,
-                fcntl.LOCK_UN,
-                _NUMBER_BYTES * (stop - first),
-                HEADER_BYTES + _NUMBER_BYTES * first,
-            )
+            self._lock_sums(fcntl.LOCK_UN, first, stop)
+
+    def _lock_sums(self, kind: int, first: int, stop: int) -> None:
+        if self._sums_fd >= 0:
+            offset = HEADER_BYTES + _NUMBER_BYTES * first
+            fcntl.lockf(self._sums_fd, kind, _NUMBER_BYTES * (stop - first), offset)
 
     # ---- the end --------------------------------------------------------------------------
 
