@@ -45,9 +45,9 @@ class ListedCache(Struct):
     key: str
     cache: str
     generation: Generation | None
-    """Null: the store has none."""
+    """Newest generation in the store."""
     here: CacheRecord | None
-    """Null: this node knows nothing of it."""
+    """Record of this node."""
 
 
 class CacheDifference(Struct):

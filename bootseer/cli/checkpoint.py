@@ -184,20 +184,20 @@ class ListedFile(Struct):
     layout: str | None
     """`striped`, `plain`, `damaged`; null for a directory."""
     generation: str | None
-    """Of a striped file."""
+    """Generation of a striped file."""
     segments: int
-    """How many it has; 0 for one that is not striped."""
+    """Number of segments; 0 for a file that is not striped."""
     parts: int
-    """In all segments."""
+    """Number of parts in all segments."""
     error: str | UnsetType = UNSET
-    """What is wrong with a damaged one."""
+    """Fault of a damaged file."""
 
 
 class StoredPart(Struct):
     """Part of a segment."""
 
     path: str
-    """Relative to the folder that the file is in."""
+    """Path relative to the folder of the file."""
     bytes: int
 
 
@@ -205,11 +205,11 @@ class StoredSegment(Struct):
     """Segment of a striped file."""
 
     generation: str
-    """Names the folder of its parts."""
+    """Generation, which names the folder of the parts."""
     bytes: int
     stripe_unit_bytes: int
     block_bytes: int
-    """The unit of verification."""
+    """Size of the blocks that have checksums."""
     parts: list[StoredPart]
 
 
@@ -218,15 +218,15 @@ class StoredFile(Struct):
 
     name: str
     type: str
-    """`file`."""
+    """Always `file`."""
     bytes: int
     modified_ns: int
     layout: str | None
     """`striped` or `plain`."""
     generation: str | None
-    """Of a striped file."""
+    """Generation of a striped file."""
     parts: int
-    """In all segments."""
+    """Number of parts in all segments."""
     segments: list[StoredSegment]
 
 
@@ -366,15 +366,14 @@ class DamagedRange(Struct):
     """Bytes of a file that cannot be read as they were written."""
 
     path: str
-    """A file with damage."""
     offset: int
-    """Where in it."""
+    """Offset of the damage in the file."""
     bytes: int
-    """How much of it."""
+    """Number of damaged bytes."""
     part: str
-    """The stored file that holds this."""
+    """Stored file that holds the damaged bytes."""
     part_offset: int
-    """Where in that."""
+    """Offset of the damage in the stored file."""
     reason: str
     """`checksum`, `missing`, `short`, `unreadable`, or what is wrong with the layout."""
 
@@ -383,9 +382,9 @@ class Verified(Struct):
     """Files that were read and compared with their checksums."""
 
     files: int
-    """How many were read."""
+    """Number of files that were read."""
     striped_files: int
-    """Those that have checksums."""
+    """Number of striped files among them, which have checksums."""
     bytes: int
     seconds: float
     damaged: list[DamagedRange]
@@ -462,13 +461,13 @@ class TroubledFile(Struct):
 
     path: str
     part: str
-    """The stored file that is concerned."""
+    """Stored file with the fault."""
     reason: str
     """`missing`, `short`, `long`, `damaged layout` or `unknown layout`."""
     expected_bytes: int
-    """The part's size as the layout has it."""
+    """Size of the part in the layout."""
     found_bytes: int | None
-    """And as it is; null where there is none."""
+    """Size of the part in the storage; null if it is missing."""
 
 
 class GarbageFile(Struct):
@@ -477,16 +476,16 @@ class GarbageFile(Struct):
     path: str
     bytes: int
     modified_ns: int
-    """When something in it was last written."""
+    """Time of the last change of anything in it."""
     deleted: bool
-    """Whether it was."""
+    """Whether it was deleted."""
 
 
 class CheckedTree(Struct):
     """Tree whose files and parts were listed and compared."""
 
     directories: int
-    """How many were looked at."""
+    """Number of directories that were checked."""
     files: int
     troubles: list[TroubledFile]
     garbage: list[GarbageFile]
@@ -538,11 +537,11 @@ def _show_checked(done: CheckedTree) -> None:
     code=lambda done: exit_code_of(CorruptError()) if done.troubles else EXIT_OK,
 )
 def checkpoint_fsck(url: str, delete: bool, age_s: float, grace_s: float) -> CheckedTree:
-    """Find files whose parts are missing, and what crashed savers left behind.
+    """Find files whose parts are missing, and the garbage of crashed savers.
 
     Reads layouts and listings, no contents. --delete removes garbage, never a save that is going on
-    on another node: what is young by the storage's clock stays, and on HDFS what somebody has open
-    for writing. Exits with 15 when a file cannot be read in whole.
+    on another node: files that are young by the storage's clock stay, and on HDFS files that are
+    open for writing. Exits with 15 when a file cannot be read in whole.
     """
     from bootseer.fuse.striped.tools.fsck import MIN_AGE_S, check_tree, delete_garbage
 
@@ -581,22 +580,22 @@ class NotConverted(Struct):
 
     path: str
     error: str
-    """And why."""
+    """Reason in a sentence."""
 
 
 class Converted(Struct):
     """Files that are stored in another form."""
 
     files: int
-    """How many have another form now."""
+    """Number of files that were converted."""
     bytes: int
-    """Their size."""
+    """Size of these files."""
     unchanged: int
-    """Files that had the form already."""
+    """Number of files that had the form already."""
     failed: list[NotConverted]
     seconds: float
     exit_code: int
-    """Of the command."""
+    """Exit code of the command."""
 
 
 def _show_converted(done: Converted) -> None:

@@ -22,13 +22,13 @@ class NewCheckpointMount(Struct):
     """Checkpoint folder that was mounted."""
 
     url: str
-    """Without credentials."""
+    """URL without credentials."""
     directory: str
     pid: int
-    """Of the server."""
+    """Process id of the server."""
     log: str
     created: bool
-    """The folder at the URL was not there, and was made."""
+    """Whether the folder at the URL was missing, and was made."""
 
 
 class Restarted(Struct):
@@ -36,7 +36,7 @@ class Restarted(Struct):
 
     directory: str
     worker_pid: int
-    """Which answers now."""
+    """Process that answers now."""
 
 
 def _show_mounted(done: NewCheckpointMount) -> None:

@@ -1,4 +1,4 @@
-"""`bootseer demo`: the whole of Bootseer on one machine, without a server."""
+"""`bootseer demo`: two launches of a job on one machine, compared."""
 
 import shutil
 import tempfile
@@ -33,10 +33,10 @@ class ComparedStage(Struct):
     first_s: float
     second_s: float
     first_bytes: int
-    """Moved over the network."""
+    """Bytes moved over the simulated network."""
     second_bytes: int
     ratio: float
-    """How many times faster the second launch was."""
+    """Factor by which the second launch was faster."""
     first_cpu_s: float | UnsetType = UNSET
     """CPU time of the whole machine; of the total alone."""
     second_cpu_s: float | UnsetType = UNSET
@@ -47,25 +47,25 @@ class ComparedImage(Struct):
 
     bytes: int
     touched_share: float | None
-    """What of it the second launch moved."""
+    """Share of the image that the second launch moved."""
 
 
 class ComparedLaunches(Struct):
     """Two launches of one job, compared."""
 
     stages: dict[str, ComparedStage]
-    """By name."""
+    """Stages by name."""
     total: ComparedStage
-    """Until ready."""
+    """Everything until ready."""
     image: ComparedImage
     published_bytes: int
-    """What the first launch, and what it left running, wrote to the store."""
+    """Bytes that the first launch and its publishers wrote to the store."""
     identical: bool
-    """Both launches read the same bytes."""
+    """Whether both launches read the same bytes."""
     left_out: dict[str, str]
-    """What could not be shown here, and why."""
+    """Reason for each stage that this machine cannot show."""
     network: dict[str, int]
-    """The rate limit."""
+    """Rates of the simulated network."""
 
 
 def _compared(

@@ -17,8 +17,7 @@ def print_image_figures(one: Mapping[str, Any]) -> None:
 
 
 def print_checkpoint_figures(one: Mapping[str, Any]) -> None:
-    """Print the figures of a mounted checkpoint folder: bytes moved, requests, memory, open
-    files."""
+    """Print the figures of a mounted checkpoint folder: bytes, requests, memory, open files."""
     title = f"{one['url']} on {one['directory']}"
     counts, memory, now = one["statistics"], one["memory"], one["throughput"]
 

@@ -42,7 +42,7 @@ class FolderCounts(Struct):
     kept_count: int = 0
     kept_bytes: int = 0
     deleted_count: int = 0
-    """To be deleted, or deleted."""
+    """Number of objects that are deleted, or would be."""
     deleted_bytes: int = 0
 
 
@@ -50,7 +50,7 @@ class Collection(Struct):
     """Objects that are kept, and objects that are deleted or would be."""
 
     done: bool
-    """False: only what `--delete` would do."""
+    """Whether the objects were deleted; false without `--delete`."""
     snapshots: list[JudgedSnapshot]
     images: list[JudgedImage]
     folders: list[FolderCounts]

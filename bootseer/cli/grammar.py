@@ -246,8 +246,10 @@ class RunLine:
 
 
 def read_run(words: Sequence[str]) -> RunLine | None:
-    """Return the command line of a `bootseer run`; None if click must read it: another command,
-    help, or a mistake."""
+    """Return the command line of a `bootseer run`; None if click must read it.
+
+    That is so for other commands, for help, and for mistakes.
+    """
     if "--" not in words:
         return None
     end = words.index("--")
@@ -305,8 +307,8 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def behind_settings(words: Sequence[str]) -> Sequence[str]:
-    """Return the words from the command on, behind the options of `bootseer` itself: of these, long
-    ones have a value, but for `--verbose`."""
+    """Return the words from the command on, behind the options of `bootseer` itself."""
+    # Long options have a value, but for `--verbose`.
     at = 0
     while at < len(words) and words[at].startswith("-"):
         has_value = words[at].startswith("--") and "=" not in words[at]

@@ -30,9 +30,9 @@ class ShownLayer(Struct):
     """Layer of an image."""
 
     digest: str
-    """As the image has it."""
+    """Digest in the image."""
     blob_digest: str
-    """As the store has it."""
+    """Digest in the store."""
     blob_bytes: int
 
 
@@ -48,13 +48,13 @@ class ShownImage(Struct, kw_only=True):
     index_bytes: int
     """Size of the index."""
     files: int
-    """Names that are no directories."""
+    """Number of names that are no directories."""
     bytes: int
-    """Contents of all files."""
+    """Size of all files."""
     blob_bytes: int
     """Size of all blobs."""
     created_ns: int
-    """When it was indexed."""
+    """Time of the indexing."""
     config: ImageConfig
     layers: list[ShownLayer]
 
@@ -63,15 +63,15 @@ class IndexedImage(ShownImage, kw_only=True):
     """Image that was indexed just now."""
 
     layers_reused: int
-    """Layers that the store had."""
+    """Number of layers that the store had."""
     layers_written: int
-    """Layers that were packed."""
+    """Number of layers that were packed."""
     bytes_written: int
     """Bytes of blobs that were written for them."""
     seconds: float
-    """How long it took."""
+    """Duration of the command."""
     store: str
-    """The URL of the store that has it now."""
+    """URL of the store that has it now."""
 
 
 class ImageFile(Struct):
@@ -79,7 +79,7 @@ class ImageFile(Struct):
 
     name: str
     mode: str
-    """As `ls -l` shows it."""
+    """Mode as `ls -l` shows it."""
     links: int
     uid: int
     gid: int
@@ -118,13 +118,13 @@ class ListedStream(Struct):
     `blake3:`, pulled whole; `own:`, sent by a registry in place of a lost blob, for one image;
     `bundle:`, what a bundle brought, for one image."""
     size_bytes: int
-    """On the disk."""
+    """Size on the disk."""
     stream_bytes: int | None
     """Size of the whole stream, if known."""
     present_bytes: int | None
     """Bytes of the stream that are here."""
     used_ns: int
-    """When it was last opened."""
+    """Time at which it was last opened."""
     is_used: bool
     """Whether a process of this node uses it now."""
 
@@ -133,13 +133,13 @@ class ImageCache(Struct):
     """Cache of images on this node."""
 
     limit_bytes: int
-    """The setting `cache_limit`."""
+    """Setting `cache_limit`."""
     size_bytes: int
-    """On the disk, of all that counts towards it."""
+    """Size on the disk of everything that counts towards the limit."""
     folders: dict[str, int]
     """Bytes on the disk, by folder of the cache."""
     damaged_bytes: int | None
-    """Found by `--verify`; null without."""
+    """Damaged bytes that `--verify` found; null without it."""
     streams: list[ListedStream]
 
 

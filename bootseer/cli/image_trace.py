@@ -68,12 +68,12 @@ class ImportedTrace(Struct):
     """Digest of the image's index."""
     workload: str
     file_count: int
-    """Files of the list that the image has."""
+    """Number of files of the list that the image has."""
     range_count: int
     content_bytes: int
     """Bytes of these files and ranges."""
     unknown_count: int
-    """Lines that name no file of the image."""
+    """Number of lines that name no file of the image."""
     bundle: str | None
     """Digest of the new bundle; null where the old one holds all this, or another node makes
     one."""
@@ -84,11 +84,11 @@ class ExportedRange(Struct):
     """Range of a file that starts read."""
 
     path: str
-    """In the order of use."""
+    """Path; ranges are in the order of use."""
     offset: int
-    """Whole pages, as the next."""
+    """Offset in whole pages."""
     length: int
-    """May reach beyond the file's end."""
+    """Length in whole pages; may reach beyond the file's end."""
     digest: str | None
     """Digest of the file's content, hex digits."""
     trace_count: int
@@ -102,7 +102,7 @@ class ExportedHotSet(Struct):
     """Digest of the image's index."""
     workload: str
     trace_count: int
-    """Starts that it was made from."""
+    """Number of starts that it was made from."""
     ranges: list[ExportedRange]
 
 

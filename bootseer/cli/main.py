@@ -37,8 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _leave(code: int) -> None:
-    """Exit as the interpreter does, but without the clean-up of modules, which takes a quarter of a
-    short command's time. Return if threads are to be waited for."""
+    """Exit without the clean-up of modules, which takes a quarter of a short command's time.
+
+    Returns if threads are to be waited for.
+    """
     threads = [one for one in threading.enumerate() if one is not threading.main_thread()]
     if any(not one.daemon for one in threads):
         return

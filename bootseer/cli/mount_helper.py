@@ -1,7 +1,7 @@
-"""`mount.bootseer SOURCE DIRECTORY -o OPTIONS`: what mount(8) runs for `mount -t bootseer`.
+"""Helper of mount(8) for checkpoints: `mount.bootseer SOURCE DIRECTORY -o OPTIONS`.
 
-So that a line of /etc/fstab mounts checkpoints. Exits as mount(8) wants: 0, 1 for a wrong call, 32
-when mounting failed.
+mount(8) runs it for `mount -t bootseer` and for lines of /etc/fstab. Exit codes are those of
+mount(8): 0, 1 for a wrong call, 32 for a mount that failed.
 """
 
 import sys
@@ -19,7 +19,7 @@ _USAGE, _FAILED = 1, 32
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Source and directory, and the texts behind -o; other flags of mount(8) change nothing."""
+    """Return source and directory, and the values of -o; other flags of mount(8) are ignored."""
     places: list[str] = []
     texts: list[str] = []
     rest = iter(arguments)
@@ -36,7 +36,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def main() -> None:
-    """Entry point."""
+    """Mount as mount(8) asks, and exit."""
     places, texts = _split(sys.argv[1:])
     try:
         if len(places) != 2:

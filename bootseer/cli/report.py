@@ -127,8 +127,7 @@ def listed(files: StartFiles) -> ListedStart | None:
 
 
 def explained(files: StartFiles, others: ForeignStages | None = None) -> ExplainedStart | None:
-    """Return the start of these files, with the facts of other programs; None if they hold no
-    stage."""
+    """Return the start of these files, with facts of other programs; None without a stage."""
     files = files.bounded()
     graph = read_graph(files, others=others)
     breakdown = break_down(graph)
@@ -407,8 +406,7 @@ def _other_of(option: str) -> _Other:
 
 
 def _others(files: StartFiles, read: Sequence[_Other]) -> ForeignStages:
-    """Return the facts that other programs know; Slurm is asked unless `--with` gives its
-    answer."""
+    """Return the facts of other programs; Slurm is asked unless `--with` gives its answer."""
     known: dict[str, list[ForeignStage]] = {}
     for one in read:
         known.setdefault(one.kind, []).extend(ADAPTERS[one.kind](one.data))
@@ -501,8 +499,7 @@ def watch(job: str | None, times: float, every: float, once: bool, as_json: bool
 
 
 def _earlier(source: Source, job: str) -> Sequence[float]:
-    """Return the seconds until ready of the starts before the newest one, of those that were
-    ready."""
+    """Return the seconds until ready of earlier starts, as far as they were ready."""
     starts = list_starts(source, job)
     if not starts:
         raise NotFoundError(f"no timeline of job {job!r} in {source.where}")

@@ -100,8 +100,7 @@ def emit_records(records: Iterable[Struct], *columns: str, title: str | None = N
 
 
 def heading_of(field: str) -> str:
-    """Return the heading of a field's column: "stored_bytes" -> "stored", "began_s" -> "began
-    s"."""
+    """Return the heading of a field: "stored_bytes" -> "stored", "began_s" -> "began s"."""
     if field.endswith("_s"):
         return field[:-2].replace("_", " ") + " s"
     return re.sub(r"_(bytes|ns)$", "", field).replace("_", " ")

@@ -33,9 +33,9 @@ class ShownSnapshot(Struct):
     fingerprint: str
     """Key of the snapshot."""
     name: str
-    """Or empty."""
+    """Name, or empty."""
     targets: list[str]
-    """Directories."""
+    """Directories of the snapshot."""
     file_count: int
     content_bytes: int
     stored_bytes: int
@@ -45,7 +45,7 @@ class ShownSnapshot(Struct):
     setup_seconds: float
     """Duration of the set-up, which a restore saves."""
     created: str
-    """UTC."""
+    """Time of the capture in UTC."""
     created_ns: int
     node: str
 
@@ -55,16 +55,16 @@ class SnapshotTarget(Struct):
 
     path: str
     whole: bool
-    """False: only what the set-up changed."""
+    """Whether it is the whole directory; false: only the changes of the set-up."""
     blob: str
-    """Digest."""
+    """Digest of the object."""
     blob_bytes: int
     earlier: list[str]
     """Digests of earlier snapshots' blobs that it takes content from."""
     earlier_bytes: int
-    """Of these blobs, each in full."""
+    """Size of these blobs, each in full."""
     index: str
-    """Digest."""
+    """Digest of the object."""
     file_count: int
     content_bytes: int
     deletions: list[str]
@@ -103,7 +103,7 @@ class SnapshotDetails(Struct):
     """Parts of the fingerprint, by name."""
     targets: list[SnapshotTarget]
     files: list[SnapshotFile] | UnsetType = UNSET
-    """With `--files`."""
+    """Every name, with `--files`."""
 
 
 class ChangedPackage(Struct):
@@ -112,9 +112,9 @@ class ChangedPackage(Struct):
     kind: str
     """`python` or `conda`."""
     name: str
-    """Normalised."""
+    """Normalised name."""
     before: str | None
-    """Version in the first; null: not there."""
+    """Version in the first; null if it is not there."""
     after: str | None
 
 
@@ -135,21 +135,21 @@ class SnapshotDiff(Struct):
     """Differences of two snapshots, or of a snapshot and a directory."""
 
     equal: bool
-    """Nothing differs."""
+    """Whether nothing differs."""
     packages: list[ChangedPackage]
     files: list[ChangedFile] | UnsetType = UNSET
-    """Not with `--packages`."""
+    """Changed files; absent with `--packages`."""
 
 
 class CheckedSnapshot(Struct):
-    """ShownSnapshot that was checked."""
+    """Snapshot that was checked."""
 
     fingerprint: str
     name: str
-    """Or empty."""
+    """Name, or empty."""
     ok: bool
     problems: list[str]
-    """A sentence each."""
+    """Problems, a sentence each."""
 
 
 class ExportedSnapshot(Struct):
@@ -158,11 +158,11 @@ class ExportedSnapshot(Struct):
     fingerprint: str
     file: str
     size_bytes: int
-    """Of the archive."""
+    """Size of the archive."""
     relative_to: str
-    """The directory that the names in it are relative to."""
+    """Directory to which the names in the archive are relative."""
     left_out_deletions: int
-    """Names that the set-up removed, which an archive cannot say."""
+    """Number of names that the set-up removed, which an archive cannot record."""
 
 
 def snapshot_of(manifest: "Manifest") -> ShownSnapshot:

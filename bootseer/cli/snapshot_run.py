@@ -35,7 +35,7 @@ class Ran(Struct):
     file_count: int
     content_bytes: int
     moved_bytes: int
-    """To or from the store."""
+    """Bytes moved to or from the store."""
     seconds: float
     """Duration of everything."""
     setup_seconds: float
@@ -54,7 +54,7 @@ class PartDifference(Struct):
 
     part: str
     then: str | None
-    """Its value in the nearest; null: it has no such part."""
+    """Value in the nearest snapshot; null if it has no such part."""
     now: str | None
     note: str
     """Meaning of the difference, or empty."""
@@ -66,7 +66,7 @@ class ExplainedSetup(Struct):
     outcome: str
     """`in place`, `would restore` or `would run`."""
     reason: str
-    """A sentence."""
+    """Reason in a sentence."""
     fingerprint: str
     targets: tuple[str, ...]
     parts: dict[str, str]
@@ -78,7 +78,7 @@ class ExplainedSetup(Struct):
     created: str | None
     """Time at which its snapshot was made; null without one."""
     snapshot: ShownSnapshot | None
-    """Its snapshot in the store."""
+    """Snapshot of the set-up in the store."""
     nearest: str | None
     """Where there is none: the fingerprint of the snapshot that differs least."""
     nearest_snapshot: ShownSnapshot | None
@@ -119,8 +119,8 @@ def _request(values: dict[str, Any]) -> "Request":
 
 
 def _command(words: tuple[str, ...]) -> list[str]:
-    """Return the words of the set-up. A line in one word is read as `bootseer run --setup` reads
-    it, so that both have one snapshot."""
+    """Return the words of the set-up."""
+    # A line in one word is read as by `bootseer run --setup`, so that both have one snapshot.
     from bootseer.launch.job import setup_command
 
     if len(words) == 1 and len(words[0].split()) > 1 and not os.path.exists(words[0]):

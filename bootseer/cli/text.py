@@ -58,8 +58,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_time(time_ns: int) -> str:
-    """Return nanoseconds since 1970 as "2026-11-22 09:30:00Z"; "-" for 0, and beyond all
-    calendars."""
+    """Return nanoseconds since 1970 as "2026-11-22 09:30:00Z"; "-" for 0 or if too large."""
     try:
         if time_ns:
             return f"{datetime.fromtimestamp(time_ns // 10**9, UTC):%Y-%m-%d %H:%M:%SZ}"

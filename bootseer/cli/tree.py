@@ -1,5 +1,4 @@
-"""Click commands of the program, loaded one by one: a start waits for all that its command
-loads."""
+"""Click commands of the program, each loaded when it is used."""
 
 import functools
 import importlib

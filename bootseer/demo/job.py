@@ -251,8 +251,7 @@ class World:
         )
 
     def bytes_written(self) -> int:
-        """Return the bytes that all processes of the demo have written over the simulated
-        network."""
+        """Return the bytes that the demo has written over the simulated network."""
         return read_account(self.account).bytes_written
 
     def await_record(self) -> None:

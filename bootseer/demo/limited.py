@@ -260,11 +260,9 @@ class _AccountFile:
             raise from_oserror(error, f"open the account {path}") from error
 
     def add(self, read: int, written: int, requests: int, rate: float | None) -> int:
-        """Add to the counts; return the moment (CLOCK_MONOTONIC, ns) at which the bytes have
-        passed.
+        """Add to the counts; return the time (CLOCK_MONOTONIC, ns) at which the bytes have passed.
 
-        Args:
-            rate: Bytes per second; None: no limit, and 0 is returned, as for no bytes.
+        Without a `rate`, which is in bytes per second, and without bytes 0 is returned.
         """
         is_limited = rate is not None and read + written > 0
         lock_within(self._fd, _ACCOUNT_LOCK_S)

@@ -89,8 +89,8 @@ class _Login(Struct, dict=True):
 
     @cached_property
     def home(self) -> Path:
-        """Home of the login, or a folder that the user can write to instead: a pod's user often has
-        a number only, and / as HOME."""
+        """Home of the login, or a folder that the user can write to instead."""
+        # A pod's user often has a number only, and / as HOME.
         named = Path(self.environ.get("HOME") or "/").absolute()
         if unwritable_folder(named):
             for folder in ("/var/tmp", self.environ.get("TMPDIR") or "/tmp"):
@@ -152,8 +152,7 @@ class Setting(Struct, frozen=True):
 
 
 def _setting(*row: Any, **rest: Any) -> Any:
-    """Return a row of the table as the default value of a field of `Settings`. No instance of
-    `Settings` has it: all are made with all fields."""
+    """Return a row of the table as the default of a field; `Settings` is made with all fields."""
     return Setting(*row, **rest)
 
 
@@ -318,8 +317,7 @@ TABLE: Mapping[str, Setting] = dict(
 
 
 def short_name(setting: str) -> str:
-    """Return the name of a setting in the file: `store` of `store_url`, `deadline` of
-    `deadline_s`."""
+    """Return the name of a setting in the file, which has no unit: `store` of `store_url`."""
     return re.sub(r"_(url|bytes_per_s|s|bytes)$", "", setting)
 
 

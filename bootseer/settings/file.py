@@ -90,8 +90,7 @@ def read_config_file(
 
 
 def _read_named(name: str) -> bytes:
-    """Return the content of the file that BOOTSEER_CONFIG names: a regular file, or /dev/null for
-    no settings at all."""
+    """Return the content of a regular file that BOOTSEER_CONFIG names; empty for /dev/null."""
     try:
         status = os.stat(name)
         if stat.S_ISCHR(status.st_mode) and status.st_rdev == os.stat(os.devnull).st_rdev:
@@ -113,8 +112,7 @@ def _read_named(name: str) -> bytes:
 
 
 def _read(path: Path, owners: Owners) -> bytes | None:
-    """Return the content of a configuration file at its usual place; None if there is none, and,
-    with a warning, if it must not be trusted."""
+    """Return the content of a configuration file; None if it is missing or not trusted."""
     try:
         file, fault = open_trusted(path, owners)
     except OSError as error:

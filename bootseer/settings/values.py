@@ -39,8 +39,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_age(text: str) -> float:
-    """Return the seconds of "7d", "12h", "30m", "2w" or "3600"; 0 for "off". Raises:
-    InvalidInputError."""
+    """Return the seconds of "7d", "12h", "2w" or "3600"; 0 for "off". Raises: InvalidInputError."""
     if text == "off":
         return 0.0
     try:
