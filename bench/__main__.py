@@ -4,6 +4,7 @@ import compileall
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from types import FrameType
 
@@ -96,7 +97,7 @@ def main(
         signal.signal(signal.SIGTERM, _end)
         chosen = cases.values() if case_name is None else [cases[case_name]]
         # Run all cases, also after one that failed.
-        worked = [_smoke(case, work_dir.absolute()) for case in chosen]
+        worked = [_smoke(case, names, work_dir.absolute()) for case in chosen]
         if not all(worked):
             sys.exit(1)
     elif case_name is not None:
@@ -123,14 +124,18 @@ def main(
             sys.exit(1)
 
 
-def _smoke(case: Case, kept: Path) -> bool:
-    """Print the outcome of each variant; return False if one failed."""
+def _smoke(case: Case, names: tuple[str, ...], kept: Path) -> bool:
+    """Print the outcome of each variant, or of those named; return False if one failed."""
     log = Console(stderr=True, highlight=False, markup=False)
     try:
-        result = smoke(case, kept=kept, say=log.print)
+        result = smoke(only(case, names) if names else case, kept=kept, say=log.print)
     except MissingError as error:
         click.echo(f"{case.name}: cannot run here: {error}")
         return True
+    except Exception:
+        # A case that does not fit the code any more may raise anything; the other cases still run.
+        click.echo(f"{case.name}: FAILED: {traceback.format_exc()}")
+        return False
     click.echo(f"{case.name}: ran: {', '.join(result.ran) or 'nothing'}")
     for what, reasons in (("skipped", result.skipped), ("FAILED", result.failed)):
         for name, reason in reasons.items():

@@ -132,7 +132,7 @@ def _build_libhdfs(work: Path) -> None:
     _run(
         [
             *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
-            *("--no-binary", ":all:", "--dest", str(work), _PYDOOP),
+            *("--no-binary", "pydoop", "--dest", str(work), _PYDOOP),
         ],
         work,
     )
@@ -163,7 +163,7 @@ def _build_libhdfs(work: Path) -> None:
 
 
 def _run(command: list[str], folder: Path) -> None:
-    environment = {**os.environ, "PIP_CONSTRAINT": str(folder / "constraints.txt")}
+    environment = {**os.environ, "PIP_BUILD_CONSTRAINT": str(folder / "constraints.txt")}
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True,

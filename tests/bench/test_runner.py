@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from bench.__main__ import main as bench
 from bench.catalogue import all_cases
 from bench.model import Case, Column, Sample, Workspace, at_least, only, ratio_of, variant
 from bench.reporting import generated_page
@@ -87,6 +89,16 @@ def test_a_smoke_run_tells_what_failed_from_what_cannot_run() -> None:
     assert found.ran == ("fast",)
     assert found.skipped == {"missing": MISSING}
     assert found.failed == {"breaking": "it broke", "slow": "it has no figure 'made_up'"}
+
+
+def test_a_case_that_does_not_fit_the_code_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = dataclasses.replace(CASE, name="broken", prepare=lambda workspace: {}["renamed"])
+    monkeypatch.setattr("bench.__main__.all_cases", lambda: {"broken": broken, "example": CASE})
+    done = CliRunner().invoke(bench, ["--smoke", "--only", "fast"])
+    assert done.exit_code == 1
+    assert "broken: FAILED: " in done.stdout
+    assert "KeyError: 'renamed'" in done.stdout
+    assert "example: ran: fast\n" in done.stdout
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
