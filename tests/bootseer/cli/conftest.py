@@ -1,4 +1,4 @@
-"""The command line under test: a runner, and a world with a store to use and to damage."""
+"""A runner of the command line, and a world with a store to use and to damage."""
 
 import json
 import os
@@ -24,7 +24,7 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     arguments: tuple[str, ...]
     code: int
@@ -34,7 +34,7 @@ class Result:
 
     @property
     def json(self) -> Any:
-        """stdout as the one JSON document that it must be."""
+        """Standard output, which must be one JSON document."""
         return json.loads(self.out)
 
 
@@ -46,8 +46,10 @@ def _run(
     cwd: Path,
     nobody: bool,
 ) -> Result:
-    """Run `bootseer ARGUMENTS` to its end, or until TIMEOUT_S. Its output goes to files: servers
-    that it starts may keep it open."""
+    """Run `bootseer ARGUMENTS` to its end, or until TIMEOUT_S.
+
+    The output goes to files, since servers that the command starts may keep it open.
+    """
     out, err = folder / "out", folder / "err"
     texts = tuple(os.fspath(a) if isinstance(a, Path) else str(a) for a in arguments)
     user: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if nobody else {}
@@ -83,11 +85,11 @@ def _run(
 
 @dataclass(slots=True)
 class World:
-    """A node, a store with an image, a snapshot and a record, and things that are none of that."""
+    """Node, and a store with an image, a snapshot and a record, and invalid files."""
 
     base: Path
     output: Path
-    """The folder of what its commands print."""
+    """Folder of the commands' output."""
     variables: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, *arguments: object, nobody: bool = False, **variables: str) -> Result:
@@ -96,7 +98,7 @@ class World:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the commands run with."""
+        """Return the environment of the commands."""
         return {
             "PATH": os.environ["PATH"],
             "HOME": str(self.base / "home"),
@@ -110,11 +112,11 @@ class World:
         }
 
     def path(self, name: str) -> Path:
-        """A path in the world."""
+        """Return a path in the world."""
         return self.base / name
 
     def forget(self) -> None:
-        """As on a node that has never seen anything."""
+        """Remove the node's cache and state, as if the node were new."""
         for name in ("cache", "run"):
             shutil.rmtree(self.base / name, ignore_errors=True)
 
@@ -138,24 +140,24 @@ def _make(base: Path, output: Path) -> World:
 
 @pytest.fixture(scope="session")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Made once; copied for whoever changes it."""
+    """Return a world that is made once, and copied for tests that change it."""
     return _make(tmp_path_factory.mktemp("pristine"), tmp_path_factory.mktemp("output"))
 
 
 @pytest.fixture(scope="module")
 def world(pristine: World) -> World:
-    """For tests whose commands change nothing."""
+    """Return the world for tests whose commands change nothing."""
     return pristine
 
 
 def _passing(folder: str, names: list[str]) -> list[str]:
-    """What a publisher may still remove: its notes, and what it is writing."""
+    """Return names that a publisher may still remove: its notes and temporaries."""
     return names if Path(folder).name in ("timelines", ".tmp") else []
 
 
 @pytest.fixture
 def own_world(pristine: World, tmp_path: Path) -> World:
-    """A copy of the test's own."""
+    """Return a copy of the world for one test."""
     base = tmp_path / "world"
     shutil.copytree(pristine.base, base, symlinks=True, ignore=_passing)
     return World(base, pristine.output)

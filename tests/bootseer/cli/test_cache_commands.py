@@ -1,4 +1,4 @@
-"""`bootseer cache`: what is kept, whether it is of use, and why not."""
+"""`bootseer cache`: kept caches, whether they can be used, and why not."""
 
 import tarfile
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.bootseer.cli.json_page import agree
 
 @pytest.fixture
 def torch(own_world: World, tmp_path: Path) -> Path:
-    """Packages of the Python that commands run in, torch among them."""
+    """Return packages of the Python that commands run in, torch among them."""
     packages = tmp_path / "packages"
     (packages / "torch-9.9.1.dist-info").mkdir(parents=True)
     own_world.variables.update(PATH="/usr/bin:/bin", PYTHONPATH=str(packages))

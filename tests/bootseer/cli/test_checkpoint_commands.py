@@ -1,4 +1,4 @@
-"""`bootseer checkpoint`: what is printed, the exit codes, and the form of `--json`."""
+"""`bootseer checkpoint`: output, exit codes, and the form of `--json`."""
 
 import os
 import random
@@ -16,7 +16,7 @@ SMALL = ("--stripe-unit", "64KiB", "--stripe-count", "3")
 
 @pytest.fixture
 def tree(own_world: World) -> World:
-    """A world with a checkpoint in a striped tree, beside the local one that it came from."""
+    """Return a world with a checkpoint in a striped tree, and the local one it was copied from."""
     world = own_world
     (world.path("ck/sub")).mkdir(parents=True)
     world.path("ck/model").write_bytes(DATA)

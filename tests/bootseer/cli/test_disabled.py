@@ -1,4 +1,4 @@
-"""The kill switch: BOOTSEER_DISABLE=1 makes a wrapper the command that it was given."""
+"""BOOTSEER_DISABLE=1 turns a wrapper into the command that it was given."""
 
 import os
 import signal
@@ -131,7 +131,7 @@ def test_a_line_without_dashes_or_command_is_refused(tmp_path: Path, line: str) 
 
 
 def test_options_before_the_subcommand_have_values() -> None:
-    """But for `-v`, which `behind_settings` knows, and those that end the program."""
+    """The exceptions are `-v`, which `behind_settings` knows, and options that end the program."""
     options = [one for one in cli.params if isinstance(one, click.Option)]
     flags = {name for one in options if one.is_flag or one.count for name in one.opts}
     assert flags == {"-v", "--verbose", "--version"}

@@ -1,4 +1,4 @@
-"""One grammar: what is read before click is loaded is what click reads."""
+"""Arguments are read alike before click is loaded and by click."""
 
 from typing import Any
 

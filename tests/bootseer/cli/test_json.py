@@ -1,4 +1,4 @@
-"""`--json`: one document, with exactly the keys of docs/json.md, agreeing with the table."""
+"""`--json` prints one document with exactly the keys of docs/json.md, as in the table."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Credentials of a store's URL never show, and what we keep on a node is for its user alone."""
+"""Credentials of a store's URL never show; our files on a node are for their user alone."""
 
 import fcntl
 import os
@@ -66,7 +66,7 @@ def test_no_command_shows_credentials(world: World, url: str) -> None:
 
 
 def test_set_ups_show_no_secrets_of_their_words(own_world: World) -> None:
-    """Nor what is written of them: manifests, timelines, states."""
+    """Manifests, timelines and states have none, either."""
     world = own_world
     made = world.path("made")
     line = f"mkdir -p {made}; HF_TOKEN={SECRET} true --password '{SECRET}' https://h/x?t={SECRET}"
@@ -103,7 +103,7 @@ def test_set_ups_show_no_secrets_of_their_words(own_world: World) -> None:
 
 @pytest.mark.needs("fuse")
 def test_servers_show_no_credentials(own_world: World) -> None:
-    """In /proc/mounts and in the list of processes, which every user can read."""
+    """Every user can read /proc/mounts and the list of processes."""
     require("root", "fuse")
     world = own_world
     # A rate limit's URL is one that takes a query, and works.
@@ -186,7 +186,7 @@ def _check_private(world: World) -> None:
 
 @pytest.mark.needs("root")
 def test_other_users_state_is_not_acted_upon(own_world: World) -> None:
-    """Somebody who can write to the run directory must not make root remove or kill things."""
+    """A user who can write to the run directory must not make root remove or kill."""
     world = own_world
     precious = world.path("precious")
     precious.mkdir()
@@ -249,7 +249,7 @@ def test_public_url(url: str, shown: str) -> None:
 def test_known_secrets_are_hidden_in_every_message(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server's error often repeats what it was given."""
+    """A server's error often repeats the request."""
     monkeypatch.setenv("DB_PASSWORD", "sesame-1")
     monkeypatch.setenv("TOKEN_FILE", "/run/secrets/token")
     monkeypatch.setenv("GIT_TOKEN", "bootseer")
@@ -261,7 +261,7 @@ def test_known_secrets_are_hidden_in_every_message(
 
 
 def test_the_working_directory_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every shell sets PWD and OLDPWD, whose names are those of a password, too."""
+    """Every shell sets PWD and OLDPWD, whose names are also those of a password."""
     monkeypatch.setenv("PWD", "/home/me/train")
     monkeypatch.setenv("OLDPWD", "/home/me/before")
     said = "targets: /home/me/train/env, /home/me/before/env"

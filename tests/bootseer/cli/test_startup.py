@@ -1,6 +1,6 @@
-"""The wrapper costs little more than the interpreter: nothing heavy is imported before its use.
+"""The wrapper costs little more than the interpreter: heavy modules are imported when used.
 
-No assertion on time: what is imported decides it.
+No assertion is about time: the imported modules decide it.
 """
 
 import os
@@ -18,7 +18,7 @@ HEAVY = (
     *("aiohttp", "asyncio", "ctypes", "docker", "fsspec", "hdfs_native", "hypothesis", "numpy"),
     *("pyarrow", "requests", "rich", "ssl", "urllib3", "xxhash", "zstandard"),
 )
-# What each rank of a job would pay for that uses nothing of ours.
+# Modules that each rank of a job would import without need.
 UNUSED = (
     "click",
     "hashlib",

@@ -1,4 +1,4 @@
-"""Pipes that close, signals, odd locales and terminals: as a user's shell does them."""
+"""Pipes that close, signals, odd locales and terminals, as in a user's shell."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ _TIMEOUT_S = 60
 
 
 def shell(world: World, script: str, **variables: str) -> "subprocess.CompletedProcess[bytes]":
-    """`script` in sh, where `bootseer` is the command."""
+    """Run `script` in sh, where `bootseer` is the command."""
     command = f'bootseer() {{ "{sys.executable}" -m bootseer "$@"; }}\n{script}'
     return subprocess.run(
         ["sh", "-c", command],
@@ -162,7 +162,7 @@ def test_names_that_are_no_text(own_world: World, variables: dict[str, str]) -> 
 
 
 def on_terminal(world: World, columns: int, *arguments: str, **variables: str) -> bytes:
-    """What a terminal of that width gets."""
+    """Return the output on a terminal of that width."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
     with subprocess.Popen(

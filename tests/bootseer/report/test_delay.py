@@ -15,7 +15,7 @@ def _analysis(*found: Track) -> Analysis:
 
 
 def _ranks(node: str, load_s: float, *, rank_count: int = 2, is_open: bool = False) -> list[Track]:
-    """A launcher and ranks that load, and meet the others when the slowest has loaded."""
+    """Return a launcher and ranks that load, and meet the others when the slowest has loaded."""
     first = 2 * "ab".index(node)
     spans = [TrackSpan("load", 2, 2 + load_s, is_open=is_open)]
     if not is_open:

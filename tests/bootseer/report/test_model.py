@@ -1,4 +1,4 @@
-"""The graph of a start: its replay, its clocks, and what it would have been."""
+"""The graph of a start: its replay, its clocks, and its replay with a change."""
 
 import random
 from array import array
@@ -67,7 +67,7 @@ def test_what_overlapped_overlaps_when_one_of_them_is_slower() -> None:
 
 @st.composite
 def _processes(draw: st.DrawFn) -> list[Track]:
-    """Any nesting and overlap of spans on a few nodes, which meet at barriers."""
+    """Draw any nesting and overlap of spans on a few nodes, which meet at barriers."""
     times = st.integers(0, 50).map(float)
     found = []
     for node in range(draw(st.integers(1, 3))):
@@ -202,7 +202,7 @@ def test_a_node_that_met_nobody_and_is_an_hour_off_makes_no_start_of_an_hour() -
 
 
 def test_one_slow_rank_makes_no_slow_node() -> None:
-    """It alone of its node noted an import that few took long enough for to note it."""
+    """Only this rank's import was long enough to be recorded."""
 
     def noting(track: Track) -> Track:
         if track.rank != 4:
@@ -216,7 +216,7 @@ def test_one_slow_rank_makes_no_slow_node() -> None:
 
 
 def test_how_late_a_node_began_is_compared_with_how_late_the_others_did() -> None:
-    """Begins that are spread over seconds; nobody is late among them."""
+    """The begins are spread over seconds, so that no node is late."""
     assert (
         not StartModel(StartGraph(tracks(Recipe(2000, 1, noise=0.1, seed=7)))).analyse().stragglers
     )

@@ -1,4 +1,4 @@
-"""Real starts on several nodes: networks and control groups of their own on this machine."""
+"""Real starts on several nodes with networks and control groups of their own on this machine."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def two_nodes() -> Iterator[Nodes]:
 def _start(
     node: NamespaceNode, folder: Path, *command: object, **variables: str
 ) -> "subprocess.Popen[bytes]":
-    """`bootseer run` on one of the nodes."""
+    """Start `bootseer run` on one of the nodes."""
     environ = {
         **{name: value for name, value in os.environ.items() if not name.startswith("BOOTSEER")},
         "BOOTSEER_TIMELINE_DIR": str(folder / "timelines"),

@@ -21,7 +21,7 @@ _FLAGS = (
 
 
 def _shown(page: str, folder: Path) -> str:
-    """The document after its scripts have run."""
+    """Return the document after its scripts have run."""
     browser = shutil.which("chromium")
     if browser is None:
         raise MissingError("chromium is not installed")

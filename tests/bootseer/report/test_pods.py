@@ -1,4 +1,4 @@
-"""Starts of pods that note nothing: from `kubectl get pods,events`, as its documents have them."""
+"""Starts of pods without timelines: by `kubectl get pods,events`, as documented."""
 
 import json
 from pathlib import Path
@@ -122,7 +122,7 @@ def test_of_pods_in_one_place_the_last_counts(tmp_path: Path) -> None:
 def test_all_that_note_a_pod_s_stages_agree_on_its_rank(
     tmp_path: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A named fault: with two variables set, stages of one pod were noted under two ranks."""
+    """A named fault: with two variables set, stages of one pod had two ranks."""
     for name in ("BOOTSEER_RANK", "RANK", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -1,4 +1,4 @@
-"""The breakdown of a start: per stage over the nodes, open stages, the command line."""
+"""The breakdown of a start: stages over the nodes, open stages, the command line."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def test_one_row_per_stage_with_the_slowest_node() -> None:
 
 
 def _torchrun(ready: bool = True) -> list[Stage]:
-    """Two nodes whose clocks differ, and two workers on each, of ranks 0 to 3."""
+    """Return two nodes whose clocks differ, each with two workers, of ranks 0 to 3."""
     stages = []
     for number, node in enumerate(("a", "b")):
         zero_s = 100.0 + 500 * number
@@ -235,7 +235,7 @@ def test_programs_of_a_job_without_a_name_are_told_apart(tmp_path: Path) -> None
 
 
 def test_runs_of_two_slurm_jobs_are_told_apart(tmp_path: Path) -> None:
-    """As Slurm starts them: one name, two ids, and torchrun's variables for the second."""
+    """Slurm starts both with one name and two ids, the second with torchrun's variables."""
     code = "import bootseer; bootseer.ready()"
     command = [sys.executable, "-m", "bootseer", "run", "--", sys.executable, "-c", code]
     base = {"BOOTSEER_TIMELINE_DIR": str(tmp_path), "SLURM_JOB_NAME": "train"}

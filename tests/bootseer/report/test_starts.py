@@ -1,4 +1,4 @@
-"""Several starts of one job: listed, compared, looked back on, watched."""
+"""Several starts of one job: listed, compared and watched."""
 
 import json
 import os
@@ -174,7 +174,7 @@ def test_watch_follows_a_start_until_it_is_ready(tmp_path: Path) -> None:
 
 
 def _watched(folder: Path, *, since_s: float = 0.0) -> str:
-    """What `watch` says of a start on whose timelines nothing was written for so long."""
+    """Return the output of `watch` for a start whose timelines are `since_s` seconds old."""
     now = time.time()
     for path in folder.rglob("*.jsonl"):
         os.utime(path, (now - since_s, now - since_s))
@@ -184,8 +184,10 @@ def _watched(folder: Path, *, since_s: float = 0.0) -> str:
 
 
 def test_watch_says_why_it_ends(tmp_path: Path) -> None:
-    """A start that had failed, or whose job never said that it is ready, was followed for ten
-    minutes, and whoever watched was not told that it was over."""
+    """`watch` followed a failed start, or one whose job is never ready, for ten minutes.
+
+    It then ended without a message that the start was over.
+    """
     write_timelines(tmp_path / "ready", Recipe(2, 1), job="j")
     assert "the start is over: 2 process(es) are ready" in _watched(tmp_path / "ready")
     timeline = Timeline.start(

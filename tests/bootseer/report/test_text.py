@@ -1,4 +1,4 @@
-"""What a person reads of a start: one screen that names node, cause and gain."""
+"""The text of a start's report: one screen that names node, cause and gain."""
 
 import re
 
@@ -48,8 +48,11 @@ def test_small_gains_are_told_in_gpu_seconds() -> None:
 
 
 def test_a_rendezvous_that_failed_compares_no_clocks_and_names_who_is_missing() -> None:
-    """A named fault: two nodes gave up after 99.7 and 127.6 s. The report took both ends for one
-    moment, and told of clocks that were off and of a node that was late."""
+    """A named fault: two nodes gave up after 99.7 and 127.6 s.
+
+    The report took both ends for one moment, and reported clocks that differ and a node that is
+    late.
+    """
 
     def node(name: str, arrived_s: float, gave_up_s: float) -> list[Track]:
         launcher = Track(name, [TrackSpan("start", 0.0, 1.0)])

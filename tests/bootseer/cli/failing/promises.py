@@ -1,4 +1,4 @@
-"""What is promised of every command that fails, and what is broken to see it."""
+"""Promises of every command that fails, and the means to break its world."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ DEADLINE, CORRUPT, UNKNOWN, UNAVAILABLE = 14, 15, 16, 17
 
 
 def check(result: Result, code: int | tuple[int, ...], *mentions: str) -> None:
-    """The promise about errors."""
+    """Assert the promise about errors."""
     where = f"{result.arguments}: exit {result.code}\n{result.err}"
     assert result.in_time, where
     assert result.code in (code if isinstance(code, tuple) else (code,)), where
@@ -22,7 +22,7 @@ def check(result: Result, code: int | tuple[int, ...], *mentions: str) -> None:
         assert lines[-1].startswith("Error: "), where
         assert sum(line.startswith("Error: ") for line in lines) == 1, where
     else:
-        # What is wrong, behind what was found, or waited for, on the way to it.
+        # The fault, after messages about earlier findings and waits.
         notes = ("warning: ", "waiting up to ", "restoring to ", "a new store begins in ")
         before = tuple(f"bootseer: {note}" for note in notes)
         assert all(line.startswith(before) for line in lines[:-1]), where
@@ -36,7 +36,7 @@ def check(result: Result, code: int | tuple[int, ...], *mentions: str) -> None:
 
 
 def listing(folder: Path) -> dict[str, bytes | None]:
-    """Every name below `folder`, with the contents of files; temporaries included."""
+    """Return every name below `folder`, temporaries included, with the contents of files."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))

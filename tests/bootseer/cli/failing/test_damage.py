@@ -1,4 +1,4 @@
-"""Damage to what only speeds a start up never stops one; dead mounts can be taken off."""
+"""Damage to files that only speed a start up never stops one; dead mounts can be unmounted."""
 
 import contextlib
 import os
@@ -27,13 +27,13 @@ def mountable(own_world: World) -> Iterator[World]:
 
 
 def content(path: Path) -> bytes:
-    """Read by another process, which can be given up if the mount hangs."""
+    """Return the file's content, read in a process that can be left if the mount hangs."""
     done = subprocess.run(["timeout", "20", "cat", str(path)], capture_output=True, check=True)
     return done.stdout
 
 
 def start(world: World) -> None:
-    """A start: mount, read, unmount, and the record published."""
+    """Run a start: mount, read, unmount, and publish the record."""
     assert world("image", "mount", "image:1", "mnt").code == 0
     assert content(world.path("mnt/lib/data")) == world.path("src/lib/data").read_bytes()
     assert world("unmount", "mnt").code == 0
@@ -41,7 +41,7 @@ def start(world: World) -> None:
 
 
 def test_verifying_the_cache_sees_contents_and_indexes(mountable: World) -> None:
-    """A named fault: indexes were passed over, and called undamaged."""
+    """A named fault: indexes were not verified, and reported as undamaged."""
     start(mountable)
     cache = mountable.path("cache")
     (index,) = (cache / "indexes").iterdir()
@@ -83,7 +83,7 @@ def test_a_damaged_record_costs_only_speed(mountable: World, how: str) -> None:
 
 
 def servers_of(world: World) -> list[int]:
-    """Processes that name the world's directory, or were given it: they run in its session."""
+    """Return the processes that name the world's directory, or are in such a process's session."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""Every command, every kind of bad input: one sentence, a documented exit code, nothing changed."""
+"""Every kind of bad input of every command: one sentence, its exit code, and no change."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ BAD_ARGUMENTS: list[tuple[tuple[str, ...], int, str]] = [
     (("--attempt", "-1", "config"), INVALID, "attempt"),
     (("--job", "../x", "report"), INVALID, "job"),
     (("--workload", "a b", "image", "list"), INVALID, "workload"),
-    # image index: what is no image.
+    # image index: files that are not images.
     (("image", "index", "absent"), NOT_FOUND, "absent"),
     (("image", "index", "text"), INVALID, "text"),
     (("image", "index", "random"), INVALID, "random"),
@@ -255,7 +255,7 @@ def test_an_image_of_a_registry_is_called_by_its_whole_name(world: World) -> Non
 
 @pytest.mark.needs("root", modules=["grpc"])
 def test_a_snapshotter_says_where_its_shell_is_stronger(own_world: World) -> None:
-    """Its cache was elsewhere than its configuration says, in silence."""
+    """The cache was once not where the configuration says, without a message."""
     file = own_world.path("bootseer.toml")
     file.write_text(f'cache_dir = "{own_world.path("configured")}"\n')
     # Ends at once: no mount option can hold this.

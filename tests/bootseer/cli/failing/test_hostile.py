@@ -1,4 +1,4 @@
-"""Images, layouts and directories that mean harm: nothing outside is read, made or changed."""
+"""Hostile images, layouts and directories: no file outside is read, made or changed."""
 
 import io
 import json
@@ -66,7 +66,7 @@ def test_mount_points_that_are_links_lead_nowhere(
 
 
 def archive(path: Path, working_dir: str, members: list[tuple[str, bytes, str]]) -> None:
-    """What `docker save` would write, of one layer with `members` (name, type, link)."""
+    """Write an archive as `docker save`, with one layer of `members` (name, type, link)."""
     import hashlib
 
     layer = io.BytesIO()
@@ -169,7 +169,7 @@ def test_layouts_that_lie(own_world: World, document: str) -> None:
 
 
 def test_a_store_with_planted_links(own_world: World) -> None:
-    """Another user of a shared store puts links where objects, or their folders, are to be."""
+    """Another user of a shared store makes links in the places of objects or their folders."""
     world = own_world
     outside = world.path("outside")
     outside.mkdir()

@@ -1,4 +1,4 @@
-"""Commands against a store that is damaged, not theirs or full: one sentence, nothing changed."""
+"""Commands with a damaged, foreign or full store: one sentence, and no change."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ def test_damaged_objects(own_world: World, what: str, how: str) -> None:
 
 
 def test_objects_that_were_exchanged(own_world: World) -> None:
-    """Each is a whole object, of the wrong name."""
+    """Each object is whole, and has the wrong name."""
     assert own_world("image", "index", "src/lib", "--name", "other:1").code == 0
     for what in ("indexes", "blobs"):
         own_world.forget()
@@ -140,7 +140,7 @@ def test_folders_that_belong_to_somebody_else(own_world: World) -> None:
 
 @pytest.fixture
 def tiny(own_world: World) -> Iterator[Path]:
-    """A file system of 128 KiB."""
+    """Yield a file system of 128 KiB."""
     folder = own_world.path("tiny")
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]

@@ -23,7 +23,7 @@ RUN = {"Env": ["A=1"], "Cmd": ["python"]}
 
 
 class Cli:
-    """Runs the command line in a process, as a user would."""
+    """Runner of the command line in a process, as a user would run it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -57,7 +57,7 @@ class Cli:
         return done
 
     def fails(self, code: int, *arguments: str | Path, prefix: tuple[str, ...] = ()) -> str:
-        """The one line that an error prints, behind the note that a store is new."""
+        """Return the one line of an error, after the note that a store is new."""
         done = self.run(*arguments, code=code, prefix=prefix)
         assert done.stdout == ""
         lines = done.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""`config`, and what no setting or option takes for a number."""
+"""`bootseer config`, and numbers that settings and options refuse."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tests.bootseer.cli.conftest import World
     ],
 )
 def test_what_is_shown_can_be_set(world: World, tmp_path: Path, given: dict[str, Any]) -> None:
-    """`keep_caches` was shown as True, and an age as -1.0, which no setting takes."""
+    """`keep_caches` was once shown as True, and an age as -1.0, which no setting accepts."""
     shown = world("config", "--json", **given).json
     values = {name: str(one["value"]) for name, one in shown.items()}
     again = {variable_of(name): text for name, text in values.items()}
@@ -71,7 +71,7 @@ def test_what_is_no_number_is_refused(world: World, name: str, text: str) -> Non
 def test_options_take_finite_numbers_alone(
     world: World, arguments: tuple[str, ...], text: str
 ) -> None:
-    """`gc --keep-days nan` kept nothing."""
+    """`gc --keep-days nan` once kept nothing."""
     result = world(*arguments, text)
     assert result.code == 2, result
     assert arguments[-1] in result.err

@@ -1,4 +1,4 @@
-"""The doctor: honest about this machine, about a bad store and about a hung one."""
+"""`bootseer doctor` on this machine, with a bad store and with one that hangs."""
 
 import json
 import os

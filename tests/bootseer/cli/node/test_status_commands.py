@@ -77,7 +77,7 @@ def _bootseer(node: Settings, *words: str) -> str:
 
 
 def _status(node: Settings) -> list[dict[str, Any]]:
-    """But for what others have mounted on this machine."""
+    """Return the status of the node, without the mounts of other processes on this machine."""
     entries: list[dict[str, Any]] = json.loads(_bootseer(node, "status", "--json"))["served"]
     top = str(node.run_dir.parent)
     return [one for one in entries if one["pid"] or any(p.startswith(top) for p in one["where"])]
@@ -170,7 +170,7 @@ def test_a_killed_server_and_what_removes_it(node: Settings, tmp_path: Path) -> 
 def test_a_dead_checkpoint_mount_stays_until_somebody_takes_it_off(
     node: Settings, tmp_path: Path
 ) -> None:
-    """Else its job would go on writing into the folder below."""
+    """Otherwise the job would go on writing into the folder below."""
     _mount_checkpoints(node, tmp_path / "checkpoints")
     (before,) = _status(node)
     for pid in (before["pid"], before["worker_pid"]):
@@ -196,7 +196,7 @@ def test_a_worker_that_nobody_would_replace(node: Settings, tmp_path: Path) -> N
 
 
 def test_a_linked_environment_whose_keeper_was_killed(node: Settings, tmp_path: Path) -> None:
-    """It is used all the same."""
+    """The environment is still in use."""
     target = tmp_path / "linked"
     target.mkdir()
     (target / "file").write_text("content")
@@ -213,8 +213,10 @@ def test_a_linked_environment_whose_keeper_was_killed(node: Settings, tmp_path: 
 
 
 def _forked(code: Callable[[], object], user: int) -> int:
-    """A process of `user`, to be waited for: this Python may lie where the user could not start
-    it."""
+    """Fork a process of `user`, to be waited for; return its id.
+
+    A user might be unable to start this Python, where it is.
+    """
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -231,7 +233,7 @@ def _forked(code: Callable[[], object], user: int) -> int:
 
 
 def _open_device_to_all(folder: Path) -> None:
-    """As most distributions have /dev/fuse, in this process's own mount namespace."""
+    """Open /dev/fuse to all users, as most distributions do, in this process's mount namespace."""
     folder.mkdir()
     namespaces.unshare(namespaces.CLONE_NEWNS)
     namespaces.make_private()

@@ -1,4 +1,4 @@
-"""A start of two nodes that began at a known time, to which other programs know more."""
+"""A start of two nodes that began at a known time, and records of it by other programs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -27,8 +27,10 @@ _NS = 10**9
 
 
 class Start:
-    """Writes the timelines of a start whose launchers all begin at `began_s`, and reads them back
-    beside what other programs know."""
+    """Writer of the timelines of a start whose launchers all begin at `began_s`.
+
+    Reads them back beside the records of other programs.
+    """
 
     def __init__(self, directory: Path, began_s: float, submission: str, nodes: Iterable[str]):
         self.directory = directory
@@ -40,7 +42,7 @@ class Start:
             self._write(node, rank)
 
     def set_clock(self, node: str, off_s: float) -> None:
-        """Let the clock of a node be off by so many seconds."""
+        """Set the clock of a node off by so many seconds."""
         self._write(node, self.nodes.index(node), off_s)
 
     def _write(self, node: str, rank: int, off_s: float = 0.0) -> None:
@@ -91,7 +93,7 @@ class Start:
         )
 
     def stages(self, node: str) -> list[Stage]:
-        """What the timeline of a node holds."""
+        """Return the stages in the timeline of a node."""
         (path,) = self.directory.glob(f"llama/0/**/*-{node}-*.jsonl")
         return decode(path.read_bytes())
 
@@ -108,12 +110,12 @@ class Start:
 
 
 def path_of(start: ExplainedStart) -> list[tuple[str, float]]:
-    """The stages of the critical path, with their seconds."""
+    """Return the stages of the critical path, with their seconds."""
     return [(str(one.label), round(one.seconds, 3)) for one in start.analysis.path]
 
 
 def rows_of(start: ExplainedStart, node_count: int | None = None) -> dict[str, float | None]:
-    """The median of each stage in the table; only of those on so many nodes."""
+    """Return the median of each stage in the table that so many nodes have."""
     return {
         row.name: None if row.median_s is None else round(row.median_s, 3)
         for row in start.breakdown.stages
@@ -123,7 +125,7 @@ def rows_of(start: ExplainedStart, node_count: int | None = None) -> dict[str, f
 
 @pytest.fixture
 def a_start(tmp_path: Path) -> Callable[..., Start]:
-    """Makes a start: when its launchers began, its submission, its nodes."""
+    """Return a function that makes a start: its launchers' begin, submission and nodes."""
 
     def make(began_s: float, submission: str = "", nodes: Iterable[str] = ("n1", "n2")) -> Start:
         return Start(tmp_path / "timelines", began_s, submission, nodes)

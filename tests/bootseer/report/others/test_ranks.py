@@ -1,7 +1,6 @@
-"""What NCCL and programs that write OTLP know of a start, and how the report takes it in.
+"""Records of a start by NCCL and by programs that write OTLP, in the report.
 
-NCCL's lines are in the form of its src/init.cc, since no GPU is here; OTLP is as its specification
-has it.
+Without a GPU here, NCCL's lines have the form of its src/init.cc; OTLP follows its specification.
 """
 
 import json
@@ -71,7 +70,7 @@ def _request(*spans: dict[str, Any], **resource: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("indent", [None, 2])
 def test_spans_below_the_launchers_are_stages(a_start: MakeStart, indent: int | None) -> None:
-    """vLLM has its parent from `TRACEPARENT`; its host is what its container is called."""
+    """vLLM's parent is in `TRACEPARENT`; its host is the name of its container."""
     made = a_start(_BEGAN_S)
     below = made.span_id("start", "n2", 0)
     init = _span("Worker init", 4.5, 3, traceId=made.trace_id, parentSpanId=below)
@@ -118,7 +117,7 @@ def test_spans_that_name_a_node_are_stages_while_it_starts(a_start: MakeStart) -
 
 @pytest.mark.timeout(60)
 def test_spans_within_each_other_are_followed_once(a_start: MakeStart) -> None:
-    """Each way to the outermost one again would take hours."""
+    """Repeating each way to the outermost span would take hours."""
     made = a_start(_BEGAN_S)
     above, lines = made.span_id("start", "n1", 0), []
     for number in range(50_000):

@@ -1,6 +1,7 @@
-"""What Slurm and Kubernetes know of a start. The samples are Slurm's own (22.05), as those of
-Kubernetes (1.20, cut); made up events have the form that its API documents. tests/clusters asks a
-real Slurm.
+"""Records of a start by Slurm and Kubernetes.
+
+Samples are real output of Slurm (22.05) and Kubernetes (1.20, cut); made-up events have the form in
+its API's documentation. tests/clusters asks a real Slurm.
 """
 
 import contextlib
@@ -118,7 +119,7 @@ def _at(second: float) -> str:
 def _event(
     pod: str, reason: str, second: float, message: str = "", field: str = "", modern: bool = False
 ) -> dict[str, Any]:
-    """An event, as core/v1 or events.k8s.io/v1 has it."""
+    """Return an event of core/v1 or events.k8s.io/v1."""
     about = {"kind": "Pod", "name": pod, "uid": f"u-{pod}"}
     if field:
         about["fieldPath"] = field
@@ -194,8 +195,10 @@ def test_a_pod_is_followed_from_its_creation(a_start: MakeStart, modern: bool) -
 
 @pytest.mark.parametrize("name", ["kubernetes-v1.json", "kubernetes-events-v1.json"])
 def test_what_a_real_cluster_said(a_start: MakeStart, name: str) -> None:
-    """Kubernetes 1.20, a Job that no node could take for five seconds; the scheduler notes
-    microseconds, and the kubelet the second before."""
+    """Kubernetes 1.20, with a Job that no node could take for five seconds.
+
+    The scheduler's times have microseconds, and the kubelet's are of the second before.
+    """
     known = parse_kubernetes((SAMPLES / name).read_bytes())
     began = max(one.end_ns or 0 for one in known) / 1e9
     start = a_start(began + 0.3, nodes=["node1"]).explained(kubernetes=known)
@@ -210,7 +213,7 @@ def test_what_a_real_cluster_said(a_start: MakeStart, name: str) -> None:
 
 
 def test_a_node_is_known_by_its_pods_name_too(a_start: MakeStart) -> None:
-    """Where `BOOTSEER_NODE` is not set, the host name of a pod is the pod's own."""
+    """Without `BOOTSEER_NODE`, the host name of a pod is the pod's own."""
     known = parse_kubernetes(_list(*_story("llama-0-x"), *_story("other-0-y")))
     start = a_start(1795432482.0, nodes=["llama-0-x"]).explained(kubernetes=known)
     assert rows_of(start)["image pull"] == 29.8
@@ -234,7 +237,7 @@ def test_one_slow_pull_is_a_straggler_by_name(a_start: MakeStart) -> None:
 
 
 def test_a_pod_that_has_not_started_is_named(a_start: MakeStart) -> None:
-    """The others wait for it, and no launcher of its node says anything."""
+    """The other pods wait for it, and no launcher of its node has a timeline."""
     owner = [{"kind": "Job", "uid": "u-job"}]
     items = [
         *_story("llama-0"),
@@ -255,7 +258,7 @@ def test_a_pod_that_has_not_started_is_named(a_start: MakeStart) -> None:
 
 
 def test_a_node_whose_clock_is_behind_is_not_late(a_start: MakeStart) -> None:
-    """What led to its launcher seems to come after it, and is taken from another node."""
+    """The stages before its launcher seem to come after it, and are taken from another node."""
     made = a_start(1795432593.5, "2", nodes=["n0", "n1", "n2", "n3"])
     made.set_clock("n3", -3600)
     start = made.explained(slurm=parse_slurm(SACCT))

@@ -1,4 +1,4 @@
-"""Timelines as nodes, programs and file systems may leave them: `bootseer report` answers."""
+"""`bootseer report` answers for any timelines that nodes, programs and file systems leave."""
 
 import json
 import os
@@ -122,7 +122,7 @@ def test_what_is_no_timeline_is_left_out(folder: Path) -> None:
 
 
 def test_of_a_hundred_gigabytes_the_smaller_timelines_are_read(folder: Path) -> None:
-    """Each is small enough for one of ours; together they are more than a start has."""
+    """Each timeline is as small as ours may be; together they exceed the limit of a start."""
     place = folder / "j" / "0" / "s"
     for number in range(1600):
         path = place / f"20261123T000001Z-1-large{number}-0.jsonl"
@@ -137,7 +137,7 @@ def test_of_a_hundred_gigabytes_the_smaller_timelines_are_read(folder: Path) -> 
 
 
 def test_a_killed_report_leaves_the_page_that_was_there(folder: Path, tmp_path: Path) -> None:
-    """Killed before the new one is in its place."""
+    """The kill comes before the new page is in its place."""
     page = tmp_path / "start.html"
     page.write_text("the one before")
     code = (
@@ -167,7 +167,7 @@ def test_a_killed_report_leaves_the_page_that_was_there(folder: Path, tmp_path: 
 
 
 def test_a_begin_is_read_only_where_its_stage_has_not_ended() -> None:
-    """Begins of ended stages are told by their text alone: it must not be mistaken."""
+    """Begins of ended stages are recognised by their text alone, which must be certain."""
     resource: dict[str, Value] = {"host.name": "n", "x": 'a "spanId":"1" b'}
     stages = [
         Stage(f'"spanId":"{number}"', "t", str(number), "", number, number + 5, resource=resource)

@@ -1,4 +1,4 @@
-"""A start is read by several processes as by one."""
+"""Several processes read a start as one process does."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ print("forks:", forks, file=sys.stderr)
 
 
 def _read(folder: Path, process_count: int) -> "subprocess.CompletedProcess[bytes]":
-    """In a process of its own: this one has threads, and cannot be copied."""
+    """Run the report in a process of its own, since this one has threads and cannot be forked."""
     command = [sys.executable, "-c", _READ, str(folder), str(process_count)]
     return subprocess.run(command, check=True, capture_output=True, timeout=120)
 
