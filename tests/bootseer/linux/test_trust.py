@@ -378,7 +378,7 @@ def test_a_store_in_the_home_of_another_user_is_not_the_default(
 
 @root_only
 def test_a_folder_that_a_user_cannot_make_is_replaced(tmp_path: Path) -> None:
-    """The job starts without /run/bootseer/alice on a node where nobody made it at the boot."""
+    """The job starts without /run/bootseer/alice, which the node did not make at its boot."""
     code = (
         "import os, pwd, sys; from bootseer.settings.config import load_config\n"
         "os.setuid(4321)\n"

@@ -148,7 +148,7 @@ class Kubelet(Closing):
         return target
 
     def let_others_in(self) -> None:
-        """Let processes of other users reach the targets, as a container's do."""
+        """Make the targets reachable for other users' processes, as in containers."""
         for path in (self.base, *(self.folder / "pods").rglob("kubernetes.io~csi/*")):
             for part in (path, *path.parents):
                 if part.is_relative_to(self.base):
