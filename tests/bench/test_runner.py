@@ -92,7 +92,7 @@ def test_a_smoke_run_tells_what_failed_from_what_cannot_run() -> None:
 
 
 def test_a_case_that_does_not_fit_the_code_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = dataclasses.replace(CASE, name="broken", prepare=lambda workspace: {}["renamed"])
+    broken = dataclasses.replace(CASE, name="broken", prepare=lambda one: one.shared["renamed"])
     monkeypatch.setattr("bench.__main__.all_cases", lambda: {"broken": broken, "example": CASE})
     done = CliRunner().invoke(bench, ["--smoke", "--only", "fast"])
     assert done.exit_code == 1
