@@ -276,8 +276,7 @@ def changed_since(
     job_id: str = "",
     look_s: float = _LOOK_S,
 ) -> Outside:
-    """Return the names in `places` that changed at `since_ns` or later, without the writes of
-    others.
+    """Return the names in `places` that changed at `since_ns` or later.
 
     Left out are `ignored` directories, changes after `until_ns`, this process's output, the output
     of Slurm's job `job_id`, and files that a process has open to write. Never raises: unreadable
@@ -320,8 +319,11 @@ def changed_since(
 
 
 def _is_job_output(name: str, job_id: str) -> bool:
-    """Whether a file is what Slurm writes a job's output to: through a pipe, so that the job does
-    not have it open. "slurm-%j.out", or another name with the number in it."""
+    """Return whether a file is the output file of a Slurm job.
+
+    Slurm writes it from a pipe, so the job does not have the file open. Its name is
+    "slurm-%j.out", or another name with the job's number.
+    """
     if name.startswith("slurm-") and name.endswith(".out"):
         return True
     return bool(job_id) and job_id in name and name.endswith((".out", ".err", ".txt"))
@@ -454,11 +456,11 @@ def _changed_paths(
     *,
     is_whole: bool = True,
 ) -> list[bytes]:
-    """Return absolute paths that are new, changed or gone. `lower` gives the original status of a
-    path.
+    """Return absolute paths that are new, changed or gone.
 
-    A directory is named if it is gone, new and empty, of another mode or owner, or new in another's
-    place; names in it are left out then. `is_whole`: `after` holds everything.
+    `lower` gives the original status of a path. A directory is named if it is gone, new and empty,
+    of another mode or owner, or new in another's place; names in it are left out then. `is_whole`:
+    `after` holds everything.
     """
     found = []
     # Below these nothing of the lower layer shows.

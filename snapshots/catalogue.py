@@ -144,8 +144,10 @@ def list_all(store: Store) -> Iterator[Manifest]:
 
 
 def list_newest(store: Store, count: int, *, within_s: float | None = None) -> Iterator[Manifest]:
-    """`list_all`, but only of the `count` that were published last. Those that are not asked for
-    within `within_s` seconds are left out."""
+    """Return the `count` most recently published snapshots, as `list_all` does.
+
+    Snapshots that were not requested within `within_s` seconds are left out.
+    """
     infos = sorted(store.list(FOLDER), key=lambda info: info.modified_ns, reverse=True)
     matches = [match for info in infos if (match := _MANIFEST_KEY.fullmatch(info.path))]
     return _read_all(store, [match[1] for match in matches[:count]], within_s)
@@ -399,8 +401,12 @@ class Verifier:
         quick: bool = False,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        """`quick`: only that everything is there and of the right size. `on_progress` gets counts
-        of bytes read of blobs."""
+        """Compare everything that the snapshot consists of with its digests.
+
+        Args:
+            quick: Only check that everything exists and has the right size.
+            on_progress: Gets counts of bytes read of blobs.
+        """
         self._store = store
         self._quick = quick
         self._on_progress = on_progress

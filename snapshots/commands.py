@@ -115,8 +115,10 @@ def _joined(directory: str, path: str) -> str:
 
 
 def moved_to(hints: Hints, directory: str) -> Hints:
-    """The hints of a command that runs in `directory`. As "cd" may have been meant for another
-    command, files may also lie where they did."""
+    """Return the hints of a command that runs in `directory`.
+
+    As "cd" may have been meant for another command, files may also lie where they did before.
+    """
     if not directory:
         return hints
 
@@ -906,8 +908,10 @@ def _positional(words: Sequence[str], value_options: set[str]) -> list[str]:
 
 
 def _named_words(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the words, and parts of words, that may name a file: also "x" of "--file=x", "-fx",
-    "if=x" and "@x"."""
+    """Return the words, and parts of words, that may name a file.
+
+    Parts are the "x" of "--file=x", "-fx", "if=x" and "@x".
+    """
     found: list[str] = []
     for word in words:
         if word.startswith("-") and "=" not in word:
@@ -931,8 +935,10 @@ def _glued_values(word: str) -> list[str]:
 
 
 def _hints_of_file_tool(tool: str, words: Sequence[str], *, shows: bool = True) -> Hints | None:
-    """Return the hints of a program of the tables; None for any other. `shows`: its output goes to
-    people."""
+    """Return the hints of a program of the tables; None for any other.
+
+    `shows`: the program's output goes to people.
+    """
     computed = any(COMPUTED in word for word in words)
     if tool in _READS_NOTHING:
         return Hints()
@@ -962,8 +968,11 @@ def _hints_of_file_tool(tool: str, words: Sequence[str], *, shows: bool = True) 
 
 
 def _hints_of_unknown(program: str, words: Sequence[str]) -> Hints:
-    """Return the hints of a program of the user's. What its words mean is unknown, but it may be a
-    script of a shell, and each word that names a file may be read."""
+    """Return the hints of a program that Bootseer does not know.
+
+    The meaning of its words is unknown, but it may be a script of a shell, and each word that names
+    a file may be read.
+    """
     read: list[str] = []
     is_written = False
     for word in words:
@@ -996,8 +1005,10 @@ def _made_by(tool: str, words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _has_option(words: Sequence[str], options: Sequence[str], letter_values: str) -> bool:
-    """Return whether a word gives one of `options`. `letter_values`: letters of options whose value
-    may follow in the same word."""
+    """Return whether a word gives one of `options`.
+
+    `letter_values`: letters of options whose value may follow in the same word.
+    """
     letters = {option[1] for option in options if len(option) == 2}
     for word in words:
         if word.startswith("--"):
@@ -1174,8 +1185,10 @@ def _is_local(requirement: str) -> bool:
 
 
 def _hints_of_project(tool: str, words: list[str]) -> Hints | None:
-    """The hints of "uv sync" and its like; None for a command that fills no project's
-    environment."""
+    """Return the hints of "uv sync" and similar commands.
+
+    None for a command that does not fill a project's environment.
+    """
     lock, verbs, options = _PROJECT_TOOLS[tool]
     if not verbs.intersection(_positional(words[1:], options)[:1]):
         return None

@@ -275,8 +275,9 @@ def _differences(before: Inode | None, after: Inode | None) -> tuple[str, ...]:
 
 
 def _content(inode: Inode) -> object:
-    """Return a value that tells a file's content. Files that are mostly holes have no digest: size
-    and time.
+    """Return a value that changes with a file's content.
+
+    Files that are mostly holes have no digest; their value is made of size and time.
     """
     if not stat.S_ISREG(inode.mode):
         return None
@@ -284,8 +285,11 @@ def _content(inode: Inode) -> object:
 
 
 def nearest(parts: Sequence[Part], manifests: Iterable[Manifest]) -> Manifest | None:
-    """Returns the snapshot that differs least from `parts`: one of the same command and targets if
-    there is any, then with the fewest parts that differ, then the newest. Pure."""
+    """Return the snapshot that differs least from `parts`.
+
+    Snapshots of the same command and targets come first, then those with the fewest differing
+    parts, then the newest. Pure.
+    """
     wanted = {part.name: part.value for part in parts}
 
     def distance(manifest: Manifest) -> tuple[bool, bool, int, int]:

@@ -190,8 +190,10 @@ def held_in_place(
     paths: Mapping[bytes, Path],
     scans: Mapping[bytes, Scan],
 ) -> tuple[str, dict[bytes, str]] | None:
-    """Return the key of the set-up and the base digests of its targets, if all targets hold that
-    snapshot, untouched since; else None. `scans` are fresh scans of `paths`."""
+    """Return the set-up's key and its targets' base digests, if all targets hold that snapshot.
+
+    None if any target has changed since. `scans` are fresh scans of `paths`.
+    """
     bases = {}
     fingerprints = set()
     for target in resolved.targets:
@@ -207,8 +209,10 @@ def held_in_place(
 def mounted_in_place(
     settings: Settings, resolved: Resolved, paths: Mapping[bytes, Path]
 ) -> tuple[str, dict[bytes, str], list[Found]] | None:
-    """Return the key of the set-up, the base digests of its targets, and the mounts, if its
-    snapshot is mounted; else None. Contents of mounts are not scanned. Raises: BootseerError."""
+    """Return the set-up's key, the base digests of its targets, and the mounts, if it is mounted.
+
+    Contents of mounts are not scanned. Raises: BootseerError.
+    """
     found = {target: find_mounted(settings, paths[target]) for target in resolved.targets}
     mounts = [one for one in found.values() if one is not None]
     if not mounts:
@@ -776,8 +780,10 @@ class _SetUp:
         return result
 
     def _outside_look(self) -> Callable[[float], Outside]:
-        """Prepare the look at changes outside the targets, and return the function that makes it
-        when the command has taken some seconds."""
+        """Prepare the search for changes outside the targets.
+
+        Return the function that searches, to be called after the command has run for some seconds.
+        """
         from bootseer.snapshots.capture import OutsideLayers, look_outside, now_ns
 
         request = self.request
@@ -855,8 +861,10 @@ class _SetUp:
             abandon_targets(self.hosts)
 
     def _end_server(self) -> None:
-        """End a server that was begun for a mount: nothing will be mounted, and a set-up may take
-        long."""
+        """End a server that was begun for a mount.
+
+        Nothing will be mounted, and a set-up may take long.
+        """
         if self.process is not None:
             self.process.abandon()
 

@@ -127,8 +127,11 @@ def _tree_digest(top: Path, without: Collection[str], *, limited: bool) -> _Inpu
 
 
 def _wheels_digest(path: Path) -> _InputDigest:
-    """The digest of a folder of wheels: names, sizes and ends, which tell a build from another of
-    its version. Of a very large folder it is rough. Raises: OSError."""
+    """Return the digest of a folder of wheels.
+
+    It covers names, sizes and ends, which differ between builds of one version. For a very large
+    folder it covers less. Raises: OSError.
+    """
     with os.scandir(path) as entries:
         names = sorted(entry.name for entry in entries)
     is_rough = len(names) > _WHEELS_READ_MAX
@@ -434,8 +437,9 @@ def _read(place: WorkingDirectory, path: str) -> str:
 
 
 def _pip_options(text: str, known: Collection[str]) -> tuple[str, tuple[str, ...]]:
-    """Return the options that decide, as JSON, and their secrets; a digest of a text that pip would
-    refuse.
+    """Return the options that decide the result, as JSON, and their secrets.
+
+    For a text that pip would refuse, return its digest.
     """
     import configparser  # here: most nodes have no such file
 
@@ -688,8 +692,13 @@ class _Collector:
         is_indexed: bool = False,
         wanted: int = 0,
     ) -> None:
-        """Adds a file or a directory. `is_list`: of requirements or constraints; `is_indexed`:
-        which are looked up; `wanted`: the only type that counts."""
+        """Add a file or a directory.
+
+        Args:
+            is_list: The file is a list of requirements or constraints.
+            is_indexed: The requirements in it are looked up in an index.
+            wanted: The only file type that counts.
+        """
         if name in self._parts or "://" in name or "\0" in name or not name:
             return
         if not is_declared and self._is_output(name):
@@ -783,8 +792,10 @@ class _Collector:
             return False
 
     def _expanded(self, name: str) -> list[str]:
-        """A path as a shell would read it: with the home, variables and patterns filled in; none
-        where that cannot be told."""
+        """Return a path as a shell would read it: with home, variables and patterns expanded.
+
+        Empty if that cannot be determined.
+        """
         name = filled(name, self._environ)
         if name.startswith("~/"):
             name = self._environ.get("HOME", "~") + name[1:]

@@ -77,8 +77,11 @@ _OUTPUT_BYTES_MAX = 1024 * 1024
 def run_plainly(
     args: Sequence[str], /, **options: Unpack[RunOptions]
 ) -> "subprocess.CompletedProcess[bytes]":
-    """The runner of a set-up on this host itself. Output that is piped is bounded, and with a
-    timeout everything is. Raises: OSError; TimeoutExpired."""
+    """Runner of a set-up on this host itself.
+
+    Output that is piped is bounded, and so is everything if there is a timeout. Raises: OSError;
+    TimeoutExpired.
+    """
     try:
         return _run(args, options)
     except OSError as error:
@@ -294,8 +297,11 @@ def _shown_inputs(
     place: WorkingDirectory,
     find: Callable[[str], str | None],
 ) -> Inputs:
-    """Return the inputs for sentences about them: without the words that are hidden in the command
-    and its scripts, but for programs and files that are here."""
+    """Return the inputs for messages about them.
+
+    Words that are hidden in the command and its scripts are left out, except existing programs and
+    files.
+    """
     hidden = hidden_words(command, inputs.scripts, environ)
 
     def shown(name: str) -> str:
@@ -353,8 +359,11 @@ def _check_declared(names: Iterable[str]) -> None:
 
 
 def is_open(inputs: Inputs, environ: Mapping[str, str], declared: Collection[str]) -> bool:
-    """Whether the same set-up may give something else another day: not all that decides is in the
-    key. `declared`: the variables that are."""
+    """Return whether the same set-up may give another result on another day.
+
+    This is so if not everything that decides the result is in the key. `declared`: the declared
+    variables.
+    """
     return any(True for _ in unknown(inputs, environ, declared))
 
 

@@ -68,11 +68,10 @@ WHITEOUT = Written(stat.S_IFCHR, 0, 0, 0, 0)
 
 
 def _check_directory(upper: bytes) -> None:
-    """Check that names missing in an upper directory show from the lower directory of the same
-    path.
+    """Check that names missing in an upper directory show from the lower one of the same path.
 
-    Raises: CannotTellError if they may not: where a directory was renamed ("redirect"), or for an
-    attribute of another kernel's; OSError.
+    Raises: CannotTellError if they may not, because a directory was renamed ("redirect") or has an
+    attribute of another kernel; OSError.
     """
     for name in _attributes(upper):
         for prefix in _PREFIXES:
@@ -89,8 +88,10 @@ def _is_whiteout(info: os.stat_result) -> bool:
 
 
 def is_opaque(directory: bytes) -> bool:
-    """Whether a directory stands in for a deleted one: nothing of the lower directory shows. False
-    where it cannot be read."""
+    """Return whether a directory is opaque: nothing of the lower directory shows.
+
+    False if it cannot be read.
+    """
     for prefix in _PREFIXES:
         with contextlib.suppress(OSError):
             if os.getxattr(directory, f"{prefix}opaque", follow_symlinks=False) == b"y":
@@ -268,8 +269,9 @@ class _Touched(Struct):
 
 
 def _layered(layers: Layers, target: Path, known: Scan) -> Scan:
-    """Return the scan `known` with the changes in the upper directory. Raises: CannotTellError,
-    OSError.
+    """Return the scan `known` with the changes in the upper directory.
+
+    Raises: CannotTellError, OSError.
     """
     if not target.is_dir():
         return scan(target)

@@ -196,8 +196,11 @@ def recover_mounts(settings: Settings, hosts: Iterable[Path]) -> None:
 
 
 def recover_mounts_from(settings: Settings, hosts: Iterable[Path], error: Exception) -> bool:
-    """`recover`, after a failure on `hosts`; False where that had another cause than the end of a
-    server. One that is being killed still holds its lock for moments. Raises: as `recover`."""
+    """Call `recover` after a failure on `hosts`, if a server has ended.
+
+    Return False if the failure had another cause. A server that is being killed still holds its
+    lock for moments. Raises: as `recover`.
+    """
     if not is_disconnected(error):
         return False
     for cover in filter(None, map(overlay_at, hosts)):
@@ -225,15 +228,19 @@ def find_mounted(settings: Settings, host: Path) -> Found | None:
 
 
 def keep_mounted(settings: Settings, found: Iterable[Found], *, until_exit: bool) -> bool:
-    """Keep what `find_mounted` found for this process, too, or for all times. False where it is
-    going just now."""
+    """Keep a mount that `find_mounted` found, for this process as well or for all times.
+
+    Return False if the mount is being removed just now.
+    """
     user = os.getpid() if until_exit else None
     return all(join(mounts_dir(settings.run_dir) / one.cover.id, one.cover, user) for one in found)
 
 
 def take_off_lingering(settings: Settings, hosts: Iterable[Path]) -> bool:
-    """Take off what lingers on `hosts` since jobs that have ended; whether anything did. Raises:
-    BootseerError."""
+    """Unmount the lingering mounts of ended jobs on `hosts`; return whether there were any.
+
+    Raises: BootseerError.
+    """
     found = False
     for path in hosts:
         while (cover := overlay_at(path)) and is_lingering(mounts_dir(settings.run_dir) / cover.id):
@@ -243,8 +250,10 @@ def take_off_lingering(settings: Settings, hosts: Iterable[Path]) -> bool:
 
 
 def drop_damaged(settings: Settings, found: Iterable[Found]) -> bool:
-    """Whether a mount's server has found its blobs damaged; such mounts are off then, unless other
-    jobs use them."""
+    """Return whether a mount's server has found its blobs damaged.
+
+    Such mounts are unmounted then, unless other jobs use them.
+    """
     is_damaged = False
     for one in found:
         state_dir = mounts_dir(settings.run_dir) / one.cover.id
@@ -471,8 +480,7 @@ def link_snapshot(work: Restoration, build: Build, *, until_exit: bool) -> None:
 
 
 def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
-    """Start the process that keeps a target's extracted tree and the writes to the overlay on
-    `path`.
+    """Start the process that keeps an extracted tree and the overlay on `path`.
 
     Returns the folder of the mount. Raises: BootseerError.
     """

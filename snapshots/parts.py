@@ -79,8 +79,7 @@ def shown_program(command: Sequence[str], environ: Mapping[str, str]) -> str:
 def hidden_words(
     command: Sequence[str], scripts: Iterable[str], environ: Mapping[str, str]
 ) -> frozenset[str]:
-    """Return the words, and pieces of words, of a command and of the scripts that it runs, which
-    nothing that is said of it may show."""
+    """Return the words, and pieces of words, of a command and its scripts that must never be shown."""
     known = secret_values(environ)
     shown, hidden = shown_command(command, known)
     all_hidden = list(hidden)

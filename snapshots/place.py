@@ -227,9 +227,11 @@ def abandon_targets(targets: Sequence[Path]) -> None:
 def _complete_stagings(
     stagings: Sequence[_Staging], fingerprints: Sequence[str], on_finished: OnFinished
 ) -> None:
-    """Carry out committed plans. `fingerprints`: the tree fingerprint of each staged
-    tree, or an empty string.
-    Raises: BootseerError; the next `recover` goes on."""
+    """Carry out committed plans.
+
+    `fingerprints`: the tree fingerprint of each staged tree, or an empty string.
+    Raises: BootseerError; the next `recover` continues.
+    """
     for staging, tree_fingerprint in zip(stagings, fingerprints, strict=True):
         _finish(staging, tree_fingerprint, on_finished)
     _remove_stagings(stagings)
@@ -458,8 +460,11 @@ def _below(top: int, path: bytes) -> Iterator[int]:
 
 
 def _set_directories(target: int, tree: Tree) -> None:
-    """Give every directory of `tree` its attributes, deepest first; the last step of a merge,
-    since every move into a directory changes its times. Missing ones are left out."""
+    """Give every directory of `tree` its attributes, deepest first.
+
+    This is the last step of a merge, because every move into a directory changes its times. Missing
+    directories are left out.
+    """
     directories = [
         (path, number) for path, number in tree.walk() if stat.S_ISDIR(tree.mode(number))
     ]

@@ -82,8 +82,9 @@ class Interpreter(Struct, frozen=True, kw_only=True):
         return self.prefix != self.base_prefix
 
     def parts(self) -> list[Part]:
-        """Return the parts that decide which wheels fit, and where environments look for the
-        interpreter.
+        """Return the parts that decide which wheels fit.
+
+        They also decide where environments look for the interpreter.
         """
         return [
             Part("installation", self.base_prefix),
@@ -126,8 +127,10 @@ def find_python(place: WorkingDirectory, words: Sequence[str], search_path: str)
 
 
 def find_uv_environment(place: WorkingDirectory, environ: Mapping[str, str]) -> str | None:
-    """The `.venv` here or in the nearest folder above that has one: what `uv pip` changes where no
-    environment is active; None where one is."""
+    """Return the `.venv` here or in the nearest folder above that has one.
+
+    `uv pip` changes this environment if none is active. None if one is active.
+    """
     if environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX"):
         return None
     folder = place.directory

@@ -83,9 +83,11 @@ class Prefix(Struct, frozen=True, dict=True):
         return self._pattern.sub(lambda match: self.forms[match[1]], data)
 
     def binary(self, data: bytes, reserved_bytes: int) -> bytes | None:
-        """A binary of the same size, whose C strings have the new prefix; None where it has no
-        room. `reserved_bytes` is the length of the prefix that it was built with: an installer
-        has put a shorter one in its place and filled up with NULs behind the string."""
+        """Return a binary of the same size with the new prefix; None if there is no room.
+
+        `reserved_bytes` is the length of the prefix with which the binary was built: an installer
+        has put a shorter one in its place and filled the rest of the string with NULs.
+        """
         one = re.compile(_BEFORE + re.escape(self.old) + _BEHIND)
         pieces = []
         position = 0
@@ -130,8 +132,10 @@ class Prefix(Struct, frozen=True, dict=True):
         return b"#!/usr/bin/env " + b" ".join(found if options else found[1:]) + b"\n" + rest
 
     def link(self, path: bytes, target: bytes) -> bytes:
-        """The target of a symbolic link at `path`, relative to the prefix: it leads to the same
-        place inside the prefix, or outside of it."""
+        """Return the target of a symbolic link at `path`, relative to the prefix.
+
+        It leads to the same place inside the prefix, or outside of it.
+        """
         if target == self.old or target.startswith(self.old + b"/"):
             return self.new + target[len(self.old) :]
         if target.startswith(b"/"):
@@ -199,8 +203,10 @@ def _listed(line: str) -> list[str]:
 
 
 def _path_of(record: bytes, name: str) -> bytes:
-    """The path of a listed file, relative to the environment; one outside of it starts with ".."
-    or "/"."""
+    """Return the path of a listed file, relative to the environment.
+
+    A path outside of the environment starts with ".." or "/".
+    """
     base = posixpath.dirname(posixpath.dirname(record))
     return posixpath.normpath(posixpath.join(base, name.encode("utf-8", "surrogateescape")))
 
@@ -214,8 +220,7 @@ def _files_of_record(record: bytes, data: bytes) -> set[bytes]:
 def relocated_record(
     record: bytes, data: bytes, changed: Mapping[bytes, _Written], removed: Set[bytes]
 ) -> bytes:
-    """The RECORD with the hashes and sizes of `changed` files, and without the lines of
-    `removed` ones."""
+    """Return the RECORD with the hashes and sizes of `changed` files, without the `removed` ones."""
     lines = []
     for line in data.decode("utf-8", "surrogateescape").splitlines(keepends=True):
         fields = _listed(line)
@@ -312,8 +317,11 @@ class Brought(Struct, frozen=True):
 
 
 def _is_bytecode(path: bytes) -> bool:
-    """Whether a file is compiled Python. It names its source only for tracebacks, which look it up
-    by the module's real path, and stays valid as long as the source has its size and time."""
+    """Return whether a file is compiled Python.
+
+    Bytecode names its source only for tracebacks, which look it up by the module's real path. It
+    stays valid as long as the source has its size and time.
+    """
     return path.endswith(b".pyc")
 
 
@@ -354,8 +362,10 @@ def _is_written(path: bytes) -> bool:
 
 
 def stale_bytecode(sources: Iterable[bytes], paths: Set[bytes]) -> set[bytes]:
-    """The compiled files of changed sources: they would be used although they hold the old
-    prefix, where the source has kept its size."""
+    """Return the compiled files of changed sources.
+
+    They contain the old prefix, and would be used if the source has kept its size.
+    """
     stems: dict[bytes, set[bytes]] = {}
     for source in sources:
         folder, _, name = source.rpartition(b"/")
@@ -592,8 +602,10 @@ def _relink(path: bytes, target: bytes) -> None:
 
 @contextlib.contextmanager
 def _directory_times(top: bytes) -> Iterator[Callable[[bytes], None]]:
-    """Gives a function that is called with each path before its name is changed; directories have
-    their modes and times back in the end."""
+    """Give a function that is to be called with each path before its name is changed.
+
+    Directories get their modes and times back at the end.
+    """
     before: dict[bytes, os.stat_result] = {}
 
     def touch(path: bytes) -> None:

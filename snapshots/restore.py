@@ -364,8 +364,10 @@ _ROOT = Path("/")
 
 @contextlib.contextmanager
 def early_server(settings: Settings) -> Iterator[Process | None]:
-    """A server for what will probably be mounted, ended behind the `with` block if it was not
-    needed; None where nothing will be mounted, or none can be begun."""
+    """Give a server for an expected mount, ended behind the `with` block if it was not needed.
+
+    None if nothing will be mounted, or no server can be begun.
+    """
     process = None
     if settings.restore_mode in ("auto", MOUNT) and may_mount():
         # Loaded once for both.

@@ -233,8 +233,10 @@ def _record(entry: Entry) -> bytes:
 
 
 def names_to_record(tree: Tree) -> bytes:
-    """Returns for each name of a tree whether `fingerprint_of_restored` needs its record; empty
-    bytes if only a scan can tell."""
+    """Return for each name of a tree whether `fingerprint_of_restored` needs its record.
+
+    Empty bytes if only a scan can tell.
+    """
     names = tree.columns.names
     if any(name.startswith(STAGING_PREFIX) for name in names):
         return b""
@@ -291,8 +293,9 @@ class Diff(Struct, frozen=True):
     deleted: tuple[bytes, ...]
 
     def packed_paths(self) -> list[bytes]:
-        """Return the paths that a capture must store: all but deletions, with the directories
-        above.
+        """Return the paths that a capture must store.
+
+        These are all paths except deletions, with the directories above them.
         """
         paths = {*self.created, *self.changed, *self.remoded}
         for path in tuple(paths):

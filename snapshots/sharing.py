@@ -64,11 +64,12 @@ RULE = Rule()
 def choose_blobs(
     base: Tree, found: Iterable[Sequence[Place]], whole_bytes: int, rule: Rule = RULE
 ) -> frozenset[int]:
-    """The base's blobs, by number, that the new snapshot should take content from; none: it should
-    be stored whole. Pure.
+    """Return the numbers of the base's blobs that the new snapshot should refer to.
 
-    `found`: where in the base's blobs a new file's content is, for each file of which that can be
-    said; `whole_bytes`: of all new files.
+    Empty if the snapshot should be stored as a whole. Pure.
+
+    `found`: places of new files' content in the base's blobs, for the files for which they are
+    known; `whole_bytes`: size of all new files.
     """
     uses = list(found)
     kept = frozenset(range(len(base.blobs)))
@@ -93,8 +94,10 @@ def choose_blobs(
 
 
 def _may_share(parts: Sequence[Part], paths: Iterable[bytes], manifest: Manifest) -> bool:
-    """Whether a snapshot is of the same directories, or of one as this one is, on the same kind of
-    machine: one project's environment holds what another's does. Pure."""
+    """Return whether a snapshot is of similar directories on the same kind of machine.
+
+    The environment of one project often contains files of another's. Pure.
+    """
     wanted, found = set(paths), {target.path for target in manifest.targets}
     then = {part.name: part.value for part in manifest.parts}
     now = {part.name: part.value for part in parts}
@@ -104,8 +107,10 @@ def _may_share(parts: Sequence[Part], paths: Iterable[bytes], manifest: Manifest
 
 
 def earlier_snapshots(store: Store) -> list[Manifest]:
-    """The newest snapshots that could be read in a few seconds, without kept caches. Never raises:
-    without any the new snapshot is stored whole."""
+    """Return the newest snapshots that could be read in a few seconds, without kept caches.
+
+    Never raises: without any, the new snapshot is stored as a whole.
+    """
     try:
         newest = catalogue.list_newest(store, _COMPARED_MAX, within_s=_COMPARING_S)
         return [one for one in newest if not one.cache]
@@ -221,12 +226,11 @@ def _match(base: Tree, known: Mapping[bytes, int], path: bytes, host: bytes) -> 
 
 
 def bytecode_then(base: Tree, path: bytes, content: bytes) -> bytes:
-    """Return a bytecode file with the time that its source has in `base`; empty if that is unknown.
-    Pure.
+    """Return a bytecode file with its source's time in `base`; empty if that is unknown. Pure.
 
-    A package that is installed anew has files with other times, and Python writes these into the
-    bytecode (PEP 552: magic, flags, the source's time and size), which is the same otherwise. So
-    nothing of the base need be fetched to see that it is.
+    A reinstalled package has files with other times, which Python writes into the otherwise equal
+    bytecode (PEP 552: magic, flags, the source's time and size). Nothing of the base has to be
+    fetched to find this out.
     """
     folder, _, name = path.rpartition(b"/")
     above = folder.rpartition(b"/")

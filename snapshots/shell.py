@@ -54,8 +54,10 @@ def has_marks(word: str) -> bool:
 
 
 def marks(word: str) -> list[tuple[str, str, str]]:
-    """Return (mark, name of the variable, its default) of each mark. A computed expansion has an
-    empty name."""
+    """Return (mark, name of the variable, its default) of each mark.
+
+    A computed expansion has an empty name.
+    """
     return [(match[0], match[1], match[2] or "") for match in _MARK.finditer(word)]
 
 

@@ -372,8 +372,10 @@ def hidden_atoms(shown: Iterable[str], hidden: Iterable[str]) -> frozenset[str]:
 def hide_atoms(
     text: str, hidden: Collection[str], keeps: Callable[[str], bool] = lambda word: False
 ) -> str:
-    """Return a sentence with the words and pieces of words hidden that `hidden_atoms` gave, but for
-    those that `keeps` is true for."""
+    """Return a sentence with the words and pieces of words hidden that `hidden_atoms` gave.
+
+    Those for which `keeps` is true stay.
+    """
 
     def shown(piece: str) -> str:
         return HIDDEN if piece in hidden and not keeps(piece) else piece
@@ -431,8 +433,10 @@ def _is_path(value: str) -> bool:
 
 
 def _looks_random(text: str) -> bool:
-    """Whether a part of a path or name may be a token: one of a known form, a UUID, or letters and
-    digits that alternate."""
+    """Return whether a part of a path or name may be a token.
+
+    Tokens have a known form, are UUIDs, or alternate between letters and digits.
+    """
     if contains_token(text) or _UUID.search(text):
         return True
     for match in _RUN.finditer(text):
@@ -693,8 +697,11 @@ class _Reader:
             self._other(word, depth)
 
     def _option(self, word: _Word, tool: _Tool, depth: int) -> tuple[bool, bool]:
-        """Read an option; return whether the next word is its value and may be shown, and whether
-        the next word may be its value at all."""
+        """Read an option; return two facts about the next word.
+
+        They are whether it is the option's value and may be shown, and whether it may be the value
+        at all.
+        """
         of = word.of
         begin, end = _inside(of.text, word.begin, word.end)
         raw = of.text[begin:end]
@@ -753,8 +760,7 @@ class _Reader:
         self._value(word.of, word.begin, word.end, depth)
 
     def _value(self, of: _Text, begin: int, end: int, depth: int) -> None:
-        """Show `$NAME`, a URL without what may be secret in it, and a command's output (`$(...)`)
-        as far as that command is shown; hide anything else."""
+        """Show `$NAME`, URLs and the commands of `$(...)` without secrets; hide everything else."""
         outer = begin, end
         begin, end = _inside(of.text, begin, end)
         value = of.text[begin:end]

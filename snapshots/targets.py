@@ -289,10 +289,12 @@ def was_empty(cache_dir: Path, target: Path) -> bool:
 
 
 def remember(settings: Settings, root: Path) -> Callable[[Path, str, str, str], None]:
-    """Returns a function of (target, fingerprint, base, tree fingerprint) that saves the state of
-    the target. An empty tree fingerprint stands for that of the tree that is there now.
+    """Return a function that saves a target's state.
 
-    It does nothing for a root other than this host's: that one is gone after the job.
+    Its arguments: target, fingerprint, base, tree fingerprint.
+
+    An empty tree fingerprint stands for that of the tree that is in place now. The function does
+    nothing for a root other than this host's, which is gone after the job.
     """
 
     def save(target: Path, fingerprint: str, base: str, tree_fingerprint: str) -> None:

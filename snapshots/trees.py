@@ -59,8 +59,10 @@ class FileTimes:
 
 
 def _granularity_ns(directory: Path) -> int:
-    """Return the step in which the file system of `directory`, in which we may write, keeps times.
-    It is 1 where that cannot be told."""
+    """Return the resolution of file times in the file system of a writable `directory`.
+
+    1 if it cannot be determined.
+    """
     path = directory / f".times-{os.getpid()}-{threading.get_ident()}"
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -176,8 +178,11 @@ class NodeTrees:
             remove_tree(gone)
 
     def trim(self, limit_bytes: int | None = None, *, keep: Path | None = None) -> int:
-        """Remove trees that no process uses, the longest unused first, until the rest is within the
-        limit (default: half of the cache's). `keep` is spared. How many were removed."""
+        """Remove unused trees, least recently used first, until the rest is within the limit.
+
+        The default limit is half of the cache's. `keep` is spared. Return the number of removed
+        trees.
+        """
         limit_bytes = self._limit_bytes if limit_bytes is None else limit_bytes
         found = []
         with contextlib.suppress(OSError):
@@ -252,10 +257,10 @@ def is_whole(path: Path, tree: Tree, times: FileTimes | None = None) -> bool:
 def _is_as_in(
     fd: int, directory: int, tree: Tree, device: int, times: FileTimes
 ) -> list[tuple[bytes, int]] | None:
-    """The directories in an open directory, by name and inode number of the tree; None where it
-    is not as the tree has it. Each link waits for this: no object is made but what stat gives.
+    """Return the directories in an open directory, by name and inode number of the tree.
 
-    Raises: OSError, also for a name that is missing.
+    None if the directory differs from the tree. Each link waits for this call, so no objects are
+    made except those of stat. Raises: OSError, also for a name that is missing.
     """
     names, inodes = tree.columns.names, tree.columns.name_inode
     first, end = tree.span(directory)
@@ -294,8 +299,11 @@ def _size_of(path: Path) -> int:
 
 
 def _clone(source: int, target: int) -> None:
-    """Make the empty file `target` share all of `source` (both descriptors), until one of them is
-    written: ioctl_ficlone(2), which XFS, btrfs and bcachefs have. Raises: OSError."""
+    """Make the empty file `target` share all blocks of `source` (both descriptors).
+
+    Blocks are shared until one of the files is written: ioctl_ficlone(2) of XFS, btrfs and
+    bcachefs. Raises: OSError.
+    """
     fcntl.ioctl(target, _FICLONE, source)
 
 

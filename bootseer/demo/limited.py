@@ -63,10 +63,10 @@ class NetworkLimits(Struct, frozen=True):
 
 
 def open_limited(url: str, *, deadline_s: float | None = None) -> "LimitedBackend":
-    """Return the backend of
-    `limit+URL?stream_bytes_per_s=N&node_bytes_per_s=N&latency_s=F&account=PATH&tally=PATH`.
+    """Return the backend of a `limit+URL?...`, which slows another backend down.
 
-    Other options of the query are the inner URL's. Raises: InvalidInputError.
+    Options: `stream_bytes_per_s=N`, `node_bytes_per_s=N`, `latency_s=F`, `account=PATH`,
+    `tally=PATH`. Other options of the query are the inner URL's. Raises: InvalidInputError.
     """
     inner, _, query = url[len("limit+") :].partition("?")
     try:

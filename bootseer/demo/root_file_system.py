@@ -1,5 +1,7 @@
-"""Root file system of the demo's image, copied from this machine: the interpreter, its standard
-library and packages, a shell, and the shared libraries they need.
+"""Root file system of the demo's image, copied from this machine.
+
+Contents: the interpreter, its standard library and packages, a shell, and the shared libraries
+that they need.
 """
 
 import os
@@ -91,9 +93,9 @@ def _copy(source: Path, root: Path) -> None:
 
 
 def build_base(root: Path, packages: Sequence[Path] = ()) -> None:
-    """Copy the interpreter, its standard library, a few commands and all libraries that they and
-    the modules in the folders `packages` need to `root`.
+    """Copy the interpreter, its standard library and a few commands to `root`.
 
+    All libraries that they, and the modules in the folders `packages`, need are copied as well.
     Raises: UnsupportedError if a tool is missing; NoSpaceError, and other errors of the disk.
     """
     if shutil.which("ldd") is None:

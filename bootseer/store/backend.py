@@ -325,8 +325,9 @@ class FileGroup:
 
     @property
     def block_bytes(self) -> int:
-        """Size up to which a file of the group stays on the servers that were chosen for it; 0 if
-        the storage does not choose, or the size is not known yet.
+        """Return the size up to which a file of the group stays on its chosen servers.
+
+        0 if the storage does not choose servers, or the size is not known yet.
         """
         return 0
 

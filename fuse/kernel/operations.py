@@ -286,7 +286,7 @@ class Operations:
         self.release(node, handle, flags)
 
     def lseek(self, caller: Caller, node: int, handle: int, offset: int, whence: int) -> int:
-        """Return the offset for SEEK_DATA or SEEK_HOLE of lseek(2).
+        """Return the offset for SEEK_DATA or SEEK_HOLE.
 
         After ENOSYS the kernel treats the whole file as data.
         """

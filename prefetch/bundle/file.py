@@ -319,7 +319,5 @@ class ExtentMap:
         return places[i] + offset - offsets[i]
 
     def frames_for(self, blob: int, offset: int, length: int) -> list[int]:
-        """Return the numbers of the frames that hold any of `[offset, offset + length)`,
-        ascending.
-        """
+        """Return the numbers of the frames that overlap the range, ascending."""
         return sorted({number for _, _, _, number in self.within(blob, offset, length)})

@@ -204,8 +204,10 @@ class NodeCache:
     def open_blob(
         self, blob: Blob, *, vouched: Container[str] = (), image_key: str | None = None
     ) -> CachedStream:
-        """Open the stream of a blob of an image: the first of these that the cache has whole, or
-        else the stream of the blob's frames, which is created if it is new.
+        """Open the stream of a blob of an image.
+
+        It is the first of these that the cache has whole, or else the stream of the blob's frames,
+        which is created if it is new:
 
         1. the stream that this node pulled under the blob's stream digest, if it is in `vouched`;
         2. the stream that a registry sent for the image `image_key` (see `image_key_of`).

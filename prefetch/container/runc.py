@@ -162,10 +162,9 @@ def _become_program(spec: ProcessSpec, root: Path) -> NoReturn:
 
 
 def _try_in_child(work: Callable[[], object]) -> None:
-    """Call `work`, which becomes a program, in a child process that is killed before its first
-    instruction.
+    """Call `work`, which executes a program, in a child that is killed before it runs.
 
-    So it is known whether the kernel can run the program, without running it. Raises: the error of
+    This finds out whether the kernel can run the program, without running it. Raises: the error of
     `work`.
     """
     parent = os.getpid()

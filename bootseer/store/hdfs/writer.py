@@ -267,8 +267,9 @@ class HdfsWriter(Writer):
             raise UnavailableError(f"cannot write {self._name}: {error}") from error
 
     def _write_small(self) -> bool:
-        """Write the buffered bytes directly and complete the file; return False if they were sent
-        by hdfs-native instead, and the file must still be closed.
+        """Write the buffered bytes directly and complete the file.
+
+        Return False if hdfs-native sent them instead, and the file must still be closed.
         """
         self._state = _WriterState.STREAMED  # a recovery after a failure streams
         if not self._tail:

@@ -149,10 +149,12 @@ class Loading:
         extent_of: Callable[[ReadItem], Extent],
         piece_bytes: int,
     ) -> None:
-        """Args:
-        plan: torch's plan, with this rank's `GroupPlan` in it.
-        extent_of: returns where an item is stored.
-        piece_bytes: length of the longest piece of the plan.
+        """Make a loader.
+
+        Args:
+            plan: torch's plan, with this rank's `GroupPlan` in it.
+            extent_of: Returns where an item is stored.
+            piece_bytes: Length of the longest piece of the plan.
         """
         self.read_bytes = 0
         """Bytes asked of the storage."""

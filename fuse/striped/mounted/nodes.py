@@ -92,8 +92,7 @@ class Node(Struct, eq=False):
 
     @property
     def is_detached(self) -> bool:
-        """Whether the node's name, or that of a directory above it, is gone or means something else
-        now."""
+        """Return whether the node's name, or a directory above it, is gone or replaced."""
         node = self
         while node.parent is not None:
             node = node.parent
@@ -132,8 +131,7 @@ class Node(Struct, eq=False):
 
     @property
     def is_emptied(self) -> bool:
-        """Whether all who write through the node only emptied the file, before it was opened
-        anew."""
+        """Return whether the writers of the node only emptied the file, before it was opened again."""
         return (
             self.is_writing
             and len(self.handles) > 0
@@ -367,8 +365,10 @@ class NodeTable:
         self._add(record)
 
     def note_published(self, node: Node, path: str) -> None:
-        """Tell the journal of the open files that a published file changes: its own, and the
-        readers of an ordinary file that it replaced, who have it in memory now."""
+        """Tell the journal about the open files that a published file changes.
+
+        These are the file itself, and readers of a replaced ordinary file, which is in memory now.
+        """
         for handle in self.handles.values():
             if handle.node is node or (handle.file is not None and handle.file.view.path == path):
                 self.note(handle)
@@ -589,8 +589,7 @@ class NodeTable:
         return own
 
     def end_wishes(self, thread: int, name: str | None = None) -> None:
-        """End the wishes of a thread that does something else now: all of them, or that for one
-        name."""
+        """Drop the wishes of a thread that does something else now: all of them, or one name's."""
         for key in list(self._wishes):
             if key[0] == thread and name in (None, key[1]):
                 self._fulfil(key)

@@ -50,8 +50,13 @@ class OpenFiles:
         passes_files: bool,
         maps_direct_io: bool,
     ) -> None:
-        """`on_published` is called, without the lock, with the directory of a file that was
-        published. For `passes_files` and `maps_direct_io` see `MountedTree`."""
+        """Make the table of open files.
+
+        Args:
+            on_published: Called, without the lock, with the directory of a published file.
+            passes_files: See `MountedTree`.
+            maps_direct_io: See `MountedTree`.
+        """
         self.unwritten: list[str] = []
         """Files whose last bytes were lost because the mount ended while they were open."""
         self._storage = storage
@@ -298,8 +303,11 @@ class OpenFiles:
         )
 
     def _renew(self, node: Node) -> None:
-        """Make another node for the name, which the kernel never reads past us: it opens a node in
-        one way only, and finds the new one when it looks the name up again. Under the lock."""
+        """Make another node for the name, which the kernel never reads past this process.
+
+        The kernel opens a node in one way only, and finds the new node when it looks the name up
+        again. Call with the lock held.
+        """
         assert node.parent is not None
         renewed = self._nodes.add(node.parent, node.name, node.status)
         renewed.may_be_passed = False
@@ -738,8 +746,10 @@ class OpenFiles:
             return [writer for writer in self._nodes.writers() if writer.path == path]
 
     def leave_nameless(self, handles: Iterable[Handle]) -> None:
-        """Detach handles without a writer from a name that this mount removed or replaced. Under
-        the lock."""
+        """Detach handles without a writer from a name that this mount removed or replaced.
+
+        Call with the lock held.
+        """
         for handle in handles:
             if handle.writer is None:
                 handle.is_nameless = True

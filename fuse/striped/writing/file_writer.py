@@ -74,11 +74,14 @@ class FileWriter:
         base: FileView | None = None,
         expected: str | None = None,
     ) -> None:
-        """`base`: the generation to append to; without one the file starts empty. `expected`: the
-        identity of the file that may be replaced; any file by default.
+        """Make a writer of one file.
 
-        Raises UnsupportedError for a base that cannot be appended to, and on a storage where
-        nothing could appear whole or not at all.
+        Args:
+            base: Generation to append to; without one the file starts empty.
+            expected: Identity of the file that may be replaced; any file by default.
+
+        Raises UnsupportedError for a base that cannot be appended to, and on a storage that cannot
+        publish a file atomically.
         """
         backend = shared.backend
         if not (backend.traits.one_step_rename or backend.traits.one_step_replace):

@@ -66,8 +66,11 @@ class Form(ABC):
 
     @abstractmethod
     def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
-        """Make everything that was sent, and `tail`, the file. Bytes that may still change stay in
-        `tail`. `expected`: the identity of the file that is replaced; any file by default."""
+        """Publish everything that was sent, and `tail`, as the file.
+
+        Bytes that may still change stay in `tail`. `expected`: the identity of the file that is
+        replaced; any file by default.
+        """
 
     def store_nameless(self, tail: Tail, cancelled: Callable[[], bool]) -> FileView | None:
         """Make everything that was sent, and `tail`, durable and readable until `close`.
@@ -77,8 +80,10 @@ class Form(ABC):
         return None
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Remove the unpublished parts. Wait at most `wait_s` for that. Idempotent, never
-        raises."""
+        """Remove the unpublished parts, waiting at most `wait_s`.
+
+        Idempotent; never raises.
+        """
         if self._parts is not None:
             self._parts.abort(wait_s)
             self._parts = None
@@ -136,8 +141,10 @@ class StripedForm(Form):
         return FileView(self.path, layout.generation, layout.size_bytes, time.time_ns(), layout)
 
     def _store(self, tail: Tail, cancelled: Callable[[], bool]) -> tuple[Layout, bytes]:
-        """Store everything. Return the layout, and the bytes of its last segment if they alone are
-        in it and may still grow."""
+        """Store everything, and return the layout and the bytes of its last segment.
+
+        The bytes are returned only if they are all of that segment and may still grow.
+        """
         growing = tail.join() if self._parts is None else b""
         dealing = self._dealing()
         self._segments += [each.segment(dealing) for each in self._finish(tail, cancelled)]
@@ -235,9 +242,9 @@ def begin_form(shared: WriterResources, path: str, settings: StripeSettings, sta
 def continue_form(
     shared: WriterResources, path: str, settings: StripeSettings, base: FileView
 ) -> tuple[Form | None, Tail]:
-    """Return the form of an existing file that is appended to, and the last bytes of the file if
-    they are few enough to be written again.
+    """Return the form of an existing file for appending, and the file's last bytes.
 
+    The bytes are returned only if they are few enough to be written again.
     Raises UnsupportedError for a file that cannot be appended to.
     """
     unit_bytes = settings.stripe_unit_bytes
