@@ -79,7 +79,7 @@ def shown_program(command: Sequence[str], environ: Mapping[str, str]) -> str:
 def hidden_words(
     command: Sequence[str], scripts: Iterable[str], environ: Mapping[str, str]
 ) -> frozenset[str]:
-    """Return the words, and pieces of words, of a command and its scripts that must never be shown."""
+    """Return the words of a command and its scripts, and pieces of them, that must be hidden."""
     known = secret_values(environ)
     shown, hidden = shown_command(command, known)
     all_hidden = list(hidden)

@@ -220,7 +220,7 @@ def _files_of_record(record: bytes, data: bytes) -> set[bytes]:
 def relocated_record(
     record: bytes, data: bytes, changed: Mapping[bytes, _Written], removed: Set[bytes]
 ) -> bytes:
-    """Return the RECORD with the hashes and sizes of `changed` files, without the `removed` ones."""
+    """Return the RECORD with new hashes of `changed` files, without the `removed` ones."""
     lines = []
     for line in data.decode("utf-8", "surrogateescape").splitlines(keepends=True):
         fields = _listed(line)

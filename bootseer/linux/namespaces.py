@@ -134,7 +134,10 @@ def map_user(uid: int, gid: int) -> None:
 def mount(
     source: PathLike, target: PathLike, kind: str = "", flags: int = 0, options: str = ""
 ) -> None:
-    """Mount a file system, by mount(2). Raises: OSError naming the target."""
+    """Mount a file system with mount(2).
+
+    Raises: OSError naming the target.
+    """
     result = _libc.mount(
         os.fsencode(source),
         os.fsencode(target),

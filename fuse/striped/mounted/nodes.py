@@ -131,7 +131,7 @@ class Node(Struct, eq=False):
 
     @property
     def is_emptied(self) -> bool:
-        """Return whether the writers of the node only emptied the file, before it was opened again."""
+        """Return whether the writers only emptied the file, before it was opened again."""
         return (
             self.is_writing
             and len(self.handles) > 0
