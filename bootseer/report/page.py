@@ -8,6 +8,7 @@ import base64
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
@@ -57,6 +58,7 @@ def to_page(
         "title": title,
         "analysis": explained,
         "straggler_count": len(analysis.stragglers),
+        "causes": Counter(one.cause.name for one in analysis.stragglers).most_common(),
         "gantt": _gantt(model, analysis),
         "heat": _heat(model, analysis),
         "imports": [list(row) for row in imports],

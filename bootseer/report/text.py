@@ -49,11 +49,14 @@ def headline(analysis: Analysis) -> str:
 def _delay(analysis: Analysis) -> Iterator[str]:
     if (one := analysis.delay) is not None:
         why = f"{one.cause.name}: {one.cause.evidence}" if one.cause.evidence else one.cause.name
+        line = f"held by {_process(one.node, one.rank)} in {one.stage}: {one.seconds:.1f} s, "
+        line += f"{_gpu_time(one.gpu_hours)} ({why})"
+        for what_if in analysis.what_ifs:
+            alone_s = max(0.0, what_if.saved_s)
+            if what_if.name == f"{one.node} as its peers" and alone_s < 0.8 * one.seconds:
+                line += f"; other nodes are slow, too: alone it costs {alone_s:.1f} s"
         yield ""
-        yield (
-            f"held by {_process(one.node, one.rank)} in {one.stage}: {one.seconds:.1f} s, "
-            f"{_gpu_time(one.gpu_hours)} ({why})"
-        )
+        yield line
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
