@@ -207,7 +207,7 @@ os.register_at_fork(after_in_child=_new_lock)
 
 
 def _learn(kind: Any) -> None:
-    """Have msgspec analyze a struct under a lock: analyzing it in two threads at once crashes."""
+    """Analyze a struct with msgspec under a lock: analyzing it in two threads at once crashes."""
     with _learning:
         with contextlib.suppress(msgspec.ValidationError, UnicodeEncodeError):
             msgspec.convert(None, kind, dec_hook=_path_of_text)
