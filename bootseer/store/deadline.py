@@ -21,7 +21,14 @@ from bootseer.errors import DeadlineError, UnavailableError
 
 Result = TypeVar("Result")
 
+DEFAULT_DEADLINE_S = 60.0
+"""Deadline of a backend whose caller and URL set none."""
+SLOWEST_BYTES_PER_S = 1_000_000
+"""Slowest accepted rate of a request that reports no progress before its end: its deadline is
+extended by its size over this rate."""
 _ON_WAIT_EVERY_S = 5.0
+# More than the parallel calls of any of our plans; a call that hangs keeps one thread.
+_THREADS_MAX = 128
 
 
 class NoAnswerError(DeadlineError):
@@ -91,7 +98,7 @@ class Call(Generic[Result]):
 class DeadlineCaller:
     """Pool of at most `threads_max` helper threads, started when needed, that run calls."""
 
-    def __init__(self, threads_max: int, name: str) -> None:
+    def __init__(self, name: str, threads_max: int = _THREADS_MAX) -> None:
         self._threads_max = threads_max
         self._name = name
         self.reset()

@@ -122,6 +122,12 @@ class PathMixin:
         return names
 
 
+def check_range(offset: int, length: int | None = None) -> None:
+    """Raise InvalidInputError for a negative offset or length."""
+    if offset < 0 or (length is not None and length < 0):
+        raise InvalidInputError(f"the range ({offset}, {length}) is negative")
+
+
 def check_deadline(deadline_s: float) -> None:
     """Raise InvalidInputError unless the deadline is a positive, finite number of seconds."""
     if not 0 < deadline_s < math.inf:

@@ -33,14 +33,14 @@ from bootseer.errors import (
 from bootseer.http.ranges import RangeResponse
 from bootseer.http.transport import HttpServer, Response, Transport, date_of
 from bootseer.store.backend import Backend, FileInfo, Space, Traits, Writer
-from bootseer.store.paths import PathMixin, split_path
+from bootseer.store.deadline import DEFAULT_DEADLINE_S
+from bootseer.store.paths import PathMixin, check_range, split_path
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.pace import STALL_S
 from bootseer.transfer.policy import REQUEST, Attempts, is_transient
 
 Result = TypeVar("Result")
 
-_DEADLINE_S = 60.0
 _PIECE_BYTES = 1 << 20
 _HEAD_UNSUPPORTED = (405, 501)
 _PAGE_BYTES_MAX = 16 << 20
@@ -61,7 +61,7 @@ class WebBackend(PathMixin, Backend):
 
     def __init__(self, url: str, deadline_s: float | None = None) -> None:
         self.url = public_url(url).rstrip("/")
-        self._deadline_s = deadline_s or _DEADLINE_S
+        self._deadline_s = deadline_s or DEFAULT_DEADLINE_S
         self._stall_s = min(STALL_S, self._deadline_s)
         try:
             parts = urlsplit(url)
@@ -150,8 +150,7 @@ class WebBackend(PathMixin, Backend):
         return self._again(ask)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        if offset < 0 or (length is not None and length < 0):
-            raise InvalidInputError(f"the range ({offset}, {length}) is negative")
+        check_range(offset, length)
         if length == 0:
             if self.stat(path).is_dir:
                 raise InvalidInputError(f"cannot read {self._name(path)}: it is a folder")

@@ -22,6 +22,7 @@ from msgspec import Struct
 from bootseer.base.redact import has_login, public_url
 from bootseer.errors import InvalidInputError, PermissionDeniedError, UnsupportedError
 from bootseer.store.buckets.answers import NO_CREDENTIALS
+from bootseer.store.deadline import SLOWEST_BYTES_PER_S
 from bootseer.store.paths import BUCKETS, split_scheme
 from bootseer.transfer.policy import REQUEST
 
@@ -29,8 +30,6 @@ _PROCESS_S = 60.0
 _CONNECT_S = 5.0
 # Limit of a whole response body. A silent one is given up much earlier.
 _BODY_S = 7200.0
-# Allowance for requests with a body, whose progress obstore does not report.
-SLOWEST_BYTES_PER_S = 1_000_000
 # Options of s3fs, by the names that obstore uses; `client_kwargs` may contain them too.
 _KEYS = {
     "key": "access_key_id",

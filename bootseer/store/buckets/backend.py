@@ -33,7 +33,6 @@ from bootseer.errors import (
 )
 from bootseer.store.backend import Backend, FileInfo, Piece, Space, Traits
 from bootseer.store.buckets.access import (
-    SLOWEST_BYTES_PER_S,
     Address,
     address_of,
     load,
@@ -48,8 +47,14 @@ from bootseer.store.buckets.answers import (
     translated_errors,
 )
 from bootseer.store.buckets.writer import PART_BYTES, PARTS_AT_ONCE, SINGLE_BYTES, BucketWriter
-from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
-from bootseer.store.paths import PathMixin, check_deadline, split_path
+from bootseer.store.deadline import (
+    DEFAULT_DEADLINE_S,
+    SLOWEST_BYTES_PER_S,
+    Call,
+    DeadlineCaller,
+    NoAnswerError,
+)
+from bootseer.store.paths import PathMixin, check_deadline, check_range, split_path
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.pace import STALL_S, ByteProgress
 from bootseer.transfer.policy import REQUEST, Attempts
@@ -57,9 +62,6 @@ from bootseer.transfer.policy import REQUEST, Attempts
 Result = TypeVar("Result")
 
 _MARKER = ".bootseer-folder"
-_DEADLINE_S = 60.0
-# More than the parallel calls of any of our plans; a call that hangs keeps one thread.
-_THREADS_MAX = 128
 # Size of the pieces in which a body is taken: progress is measured after each piece.
 _PIECE_BYTES = 64 << 10
 # A smaller object is sent without asking first whether it exists: the PUT itself decides.
@@ -99,10 +101,10 @@ class BucketBackend(PathMixin, Backend):
         self._address = address_of(url)
         split_path(self._address.prefix)
         self._options = dict(options or {})
-        self._deadline_s = _DEADLINE_S if deadline_s is None else deadline_s
+        self._deadline_s = DEFAULT_DEADLINE_S if deadline_s is None else deadline_s
         check_deadline(self._deadline_s)
         self._stall_s = min(STALL_S, self._deadline_s)
-        self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-bucket")
+        self._caller = DeadlineCaller("bootseer-bucket")
         self._lock = threading.Lock()
         self._opened: dict[tuple[str, _Kind], Any] = {}
         # Buckets known to exist: a 404 from one of them means that the object is missing.
@@ -276,8 +278,7 @@ class BucketBackend(PathMixin, Backend):
     # ---- reading ------------------------------------------------------------------------------
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        if offset < 0 or (length is not None and length < 0):
-            raise InvalidInputError(f"the range ({offset}, {length}) is negative")
+        check_range(offset, length)
         if length == 0:
             self.stat(path)
             return b""

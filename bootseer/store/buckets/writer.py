@@ -15,7 +15,7 @@ from typing import Protocol
 
 from bootseer.errors import DeadlineError, InvalidInputError
 from bootseer.store.backend import Piece, Writer
-from bootseer.store.buckets.access import SLOWEST_BYTES_PER_S
+from bootseer.store.deadline import SLOWEST_BYTES_PER_S
 
 SINGLE_BYTES = 64 << 20
 """Largest object that is kept in memory and sent by a single PUT."""

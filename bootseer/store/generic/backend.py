@@ -6,7 +6,7 @@ so it is not atomic.
 
 Every call ends at the deadline when no bytes have moved for so long, whatever the file system's own
 time-outs are. A request that sends or copies a whole object reports no progress, and gets more time
-by its size (`_SLOWEST_BYTES_PER_S`). As thread-safe as the fsspec file system.
+by its size (`SLOWEST_BYTES_PER_S`). As thread-safe as the fsspec file system.
 """
 
 import contextlib
@@ -32,19 +32,20 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.store.backend import Backend, FileInfo, Space, Traits
-from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
+from bootseer.store.deadline import (
+    DEFAULT_DEADLINE_S,
+    SLOWEST_BYTES_PER_S,
+    Call,
+    DeadlineCaller,
+    NoAnswerError,
+)
 from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
-from bootseer.store.paths import PathMixin, split_path, split_scheme
+from bootseer.store.paths import PathMixin, check_range, split_path, split_scheme
 from bootseer.transfer.attempt import Attempt
 
 Result = TypeVar("Result")
 
 _PIECE_BYTES = 8 << 20
-_DEADLINE_S = 60.0
-# More than the parallel calls of any of our plans; a call that hangs keeps one thread.
-_THREADS_MAX = 128
-_SLOWEST_BYTES_PER_S = 1_000_000
-"""Slowest accepted rate of a request that reports no progress."""
 # fsspec's memory file system checks and creates in two steps, and its readers share one position.
 _MEMORY_LOCK = threading.RLock()
 
@@ -62,8 +63,8 @@ class FsspecBackend(PathMixin, Backend):
         """Open the file system; `options` are passed to it besides the URL."""
         self.url = public_url(url)
         protocol = split_scheme(url)
-        self._deadline_s = deadline_s or _DEADLINE_S
-        self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-fsspec")
+        self._deadline_s = deadline_s or DEFAULT_DEADLINE_S
+        self._caller = DeadlineCaller("bootseer-fsspec")
         self._is_memory = protocol == "memory"
         self._guard: Any = _MEMORY_LOCK if self._is_memory else contextlib.nullcontext()
         self._fs, root = self._opened(url, dict(options or {}))
@@ -129,8 +130,7 @@ class FsspecBackend(PathMixin, Backend):
         return self._run("look at", path, lambda _: _info(path, self._fs.info(full)))
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        if offset < 0 or (length is not None and length < 0):
-            raise InvalidInputError(f"the range ({offset}, {length}) is negative")
+        check_range(offset, length)
         full = self._full(path)
         return self._run("read", path, lambda call: self._read(call, full, offset, length))
 
@@ -205,7 +205,7 @@ class FsspecBackend(PathMixin, Backend):
                     self._send(call, new, spool, size_bytes, overwrite=False)
             self._fs.rm_file(old)
 
-        more_s = info.size_bytes / _SLOWEST_BYTES_PER_S
+        more_s = info.size_bytes / SLOWEST_BYTES_PER_S
         self._run(f"rename {self._name(source)} to", target, move, more_s=more_s)
 
     def list(self, path: str) -> Iterator[FileInfo]:
@@ -269,7 +269,7 @@ class FsspecBackend(PathMixin, Backend):
             "write",
             path,
             lambda call: self._send(call, full, spool, size_bytes, overwrite=overwrite),
-            more_s=min(size_bytes, SPOOL_BYTES) / _SLOWEST_BYTES_PER_S,
+            more_s=min(size_bytes, SPOOL_BYTES) / SLOWEST_BYTES_PER_S,
         )
 
     def _send(

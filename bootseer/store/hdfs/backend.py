@@ -24,7 +24,7 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.store.backend import Backend, FileInfo, Space, Traits
-from bootseer.store.deadline import Call
+from bootseer.store.deadline import DEFAULT_DEADLINE_S, Call
 from bootseer.store.hdfs.direct_write import Placer
 from bootseer.store.hdfs.namenode import UNANSWERED, NameNodes, NoCallsError, RpcError
 from bootseer.store.hdfs.native import Native, translate
@@ -37,7 +37,6 @@ from bootseer.transfer.attempt import Attempt
 if TYPE_CHECKING:
     from hdfs_native import Client
 
-_DEADLINE_S = 60.0
 # A silent DataNode is given up early enough for attempts by hdfs-native and of another replica.
 _SILENCES_PER_DEADLINE = 4
 
@@ -54,7 +53,7 @@ class HdfsBackend(PathMixin, Backend):
         """Parse the URL; no request is sent. Raises: InvalidInputError."""
         self.url = public_url(url)
         # The options come first, since parsing them refuses a malformed URL.
-        deadline_s, block_bytes, replication = _options(url, deadline_s or _DEADLINE_S)
+        deadline_s, block_bytes, replication = _options(url, deadline_s or DEFAULT_DEADLINE_S)
         parts = urlsplit(url, allow_fragments=False)
         # The path is not percent-decoded, since Hadoop does not decode it either.
         self._root = "/" + "/".join(split_path(parts.path.strip("/")))

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# More than the parallel calls of any of our plans; a call that hangs keeps one thread.
-_THREADS_MAX = 128
 # hdfs-native keeps idle connections to DataNodes for 3 s, in the whole process.
 _CONNECTION_KEPT_S = 3.1
 _REPLACE_DATANODE = "dfs.client.block.write.replace-datanode-on-failure"
@@ -86,7 +84,7 @@ class Native:
         self._block_bytes = block_bytes
         self._replication = replication
         self._mode: int | None = None
-        self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-hdfs")
+        self._caller = DeadlineCaller("bootseer-hdfs")
         self._client: Client | None = None
         self.reset()
         reset_in_children(self)

@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from bootseer.base.varints import take_delimited
-from bootseer.errors import InvalidInputError
 from bootseer.store.backend import FileInfo
 from bootseer.store.deadline import Call, reset_in_children
 from bootseer.store.hdfs import messages
 from bootseer.store.hdfs.namenode import Address, Replica, StoredBlock
 from bootseer.store.hdfs.native import Native, leak
+from bootseer.store.paths import check_range
 from bootseer.transfer.attempt import Attempt
 
 if TYPE_CHECKING:
@@ -246,8 +246,7 @@ def fill(
 
 
 def _stream(reader: "FileReader", offset: int, length: int | None) -> Iterator[bytes]:
-    if offset < 0 or (length is not None and length < 0):
-        raise InvalidInputError(f"the range ({offset}, {length}) is negative")
+    check_range(offset, length)
     # The Rust code panics on a read beyond the end.
     wanted = max(0, len(reader) - offset)
     if length is not None:

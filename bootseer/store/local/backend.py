@@ -25,7 +25,13 @@ from bootseer.errors import (
 from bootseer.linux.mount_table import mount_points
 from bootseer.linux.removal import remove_tree
 from bootseer.store.backend import Backend, FileInfo, HasDescriptor, Space, Traits, Writer
-from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError, note_progress
+from bootseer.store.deadline import (
+    DEFAULT_DEADLINE_S,
+    Call,
+    DeadlineCaller,
+    NoAnswerError,
+    note_progress,
+)
 from bootseer.store.local.beneath import (
     make_directory,
     open_directory,
@@ -40,14 +46,11 @@ from bootseer.store.local.network import (
     NetworkWriter,
     lies_on_network,
 )
-from bootseer.store.paths import PathMixin, local_root, split_path
+from bootseer.store.paths import PathMixin, check_range, local_root, split_path
 from bootseer.transfer.attempt import Attempt
 
 Result = TypeVar("Result")
 
-_DEADLINE_S = 60.0
-# More than the parallel calls of any of our plans; a call that hangs keeps one thread.
-_THREADS_MAX = 128
 # O_NONBLOCK: opening a FIFO that a user left in the folder must not wait for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -62,8 +65,8 @@ class LocalBackend(PathMixin, Backend):
         self.url = Path(self._root).as_uri()
         # Whether the folder is marked as a store; None before the first use.
         self._is_marked: bool | None = None
-        self.deadline_s = deadline_s or _DEADLINE_S
-        self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-folder")
+        self.deadline_s = deadline_s or DEFAULT_DEADLINE_S
+        self._caller = DeadlineCaller("bootseer-folder")
         self._is_remote: bool | None = None
 
     @property
@@ -160,7 +163,7 @@ class LocalBackend(PathMixin, Backend):
     def read_into(
         self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
     ) -> int:
-        check_range(offset, None)
+        check_range(offset)
         return self.open_reader(path).read_into(offset, buffer, attempt or Attempt())
 
     def open_reader(self, path: str, *, is_checked: bool = False) -> HasDescriptor:
@@ -376,9 +379,3 @@ def _scan(fd: int, prefix: str) -> Iterator[FileInfo]:
                 continue  # deleted meanwhile
             if stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode):
                 yield _info(prefix + entry.name, info)
-
-
-def check_range(offset: int, length: int | None) -> None:
-    """Raise InvalidInputError for a negative offset or length."""
-    if offset < 0 or (length is not None and length < 0):
-        raise InvalidInputError(f"the range ({offset}, {length}) is negative")

@@ -27,7 +27,7 @@ from bootseer.store.backend import Backend, FileInfo, Space, Traits
 from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.store.oci.object_list import ObjectList
 from bootseer.store.oci.objects import StoredObject
-from bootseer.store.paths import PathMixin, split_path
+from bootseer.store.paths import PathMixin, check_range, split_path
 from bootseer.transfer.attempt import Attempt
 
 PREFIX = "oci://"
@@ -69,8 +69,7 @@ class OciBackend(PathMixin, Backend):
     def _stored(self, path: str, offset: int, length: int = 0) -> StoredObject:
         """Return the object at `path`, after checking the range. Raises: as `read`."""
         split_path(path)
-        if offset < 0 or length < 0:
-            raise InvalidInputError(f"the range ({offset}, {length}) is negative")
+        check_range(offset, length)
         stored = self._listed.find(path)
         if stored is None:
             if any(key.startswith(f"{path}/") for key in self._listed.known()):

@@ -15,7 +15,7 @@ from testbed.waiting import pause, wait_for
 
 
 def test_returns_and_raises_what_the_function_does() -> None:
-    caller = DeadlineCaller(2, "test")
+    caller = DeadlineCaller("test", 2)
     assert caller.run(lambda _: 42, 60) == 42
 
     def fail(_: Call[None]) -> None:
@@ -27,7 +27,7 @@ def test_returns_and_raises_what_the_function_does() -> None:
 
 
 def test_gives_up_a_function_that_hangs_but_not_one_that_moves() -> None:
-    caller = DeadlineCaller(4, "test")
+    caller = DeadlineCaller("test", 4)
     release = threading.Event()
     abandoned: list[bool] = []
 
@@ -54,7 +54,7 @@ def test_gives_up_a_function_that_hangs_but_not_one_that_moves() -> None:
 
 
 def test_a_call_without_a_helper_ends_too() -> None:
-    caller = DeadlineCaller(1, "test")
+    caller = DeadlineCaller("test", 1)
     release = threading.Event()
     ran: list[int] = []
     with pytest.raises(DeadlineError):
@@ -68,7 +68,7 @@ def test_a_call_without_a_helper_ends_too() -> None:
 
 
 def test_many_callers_share_the_helpers() -> None:
-    caller = DeadlineCaller(4, "test")
+    caller = DeadlineCaller("test", 4)
     results: list[int] = []
     threads = [
         threading.Thread(target=lambda n=n: results.append(caller.run(lambda _: n * n, 60)))
@@ -85,7 +85,7 @@ def test_many_callers_share_the_helpers() -> None:
 def test_a_thread_that_cannot_be_started_is_an_error_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    caller = DeadlineCaller(2, "test")
+    caller = DeadlineCaller("test", 2)
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -104,7 +104,7 @@ def test_a_thread_that_cannot_be_started_is_an_error_and_no_more(
 
 
 def test_a_forked_child_has_helpers_of_its_own() -> None:
-    caller = DeadlineCaller(2, "test")
+    caller = DeadlineCaller("test", 2)
     assert caller.run(lambda _: 1, 60) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
@@ -123,7 +123,7 @@ def test_what_was_waited_in_vain_is_not_waited_again(monkeypatch: pytest.MonkeyP
     wait_budget = WaitBudget()
     monkeypatch.setattr("bootseer.store.deadline.WAIT_BUDGET", wait_budget)
     wait_budget.limit(1.5)
-    caller = DeadlineCaller(4, "test")
+    caller = DeadlineCaller("test", 4)
     release = threading.Event()
 
     def hang(_: Call[None]) -> None:
