@@ -14,9 +14,8 @@ from msgspec import Struct
 from bootseer.base.documents import from_line
 from bootseer.errors import from_oserror
 from bootseer.linux.processes import ProcessId
-from bootseer.served.folders import MountState
-from bootseer.served.life import hold_folder
 from bootseer.served.processes import HOLDER, Report, serve
+from bootseer.served.service import ServiceState, hold_folder
 from bootseer.served.users import wait_until_unmounted
 from bootseer.settings.config import Settings
 from bootseer.snapshots.trees import NodeTrees
@@ -26,7 +25,7 @@ class HolderPlan(Struct, frozen=True):
     """Plan of a holder: a line of JSON on its standard input."""
 
     settings: Settings
-    state: MountState
+    state: ServiceState
     state_dir: Path
     launcher: ProcessId
     """The process that makes the overlay."""

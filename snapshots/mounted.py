@@ -48,9 +48,15 @@ from bootseer.prefetch.cache.indexes import (
 from bootseer.prefetch.serve.plan import ENVIRONMENT, ServeOptions, Serving, begin_serving
 from bootseer.served import processes
 from bootseer.served.ending import give_up
-from bootseer.served.folders import LINK as HOLDER
-from bootseer.served.folders import MountState, mounts_dir, new_mount_dir, read_state, wait_released
 from bootseer.served.overlays import Overlay, overlay_at, overlays, source_of, unmount_overlay
+from bootseer.served.service import LINK as HOLDER
+from bootseer.served.service import (
+    ServiceState,
+    new_service_dir,
+    read_state,
+    services_dir,
+    wait_released,
+)
 from bootseer.served.users import (
     add_user,
     is_lingering,
@@ -188,7 +194,7 @@ def recover_mounts(settings: Settings, hosts: Iterable[Path]) -> None:
     paths = {cover.path for cover in overlays()}
     for path in paths.intersection(above for host in hosts for above in (host, *host.parents)):
         while (cover := overlay_at(path)) is not None:
-            state_dir = mounts_dir(settings.run_dir) / cover.id
+            state_dir = services_dir(settings.run_dir) / cover.id
             if not state_dir.is_dir() or os.path.isdir(state_dir / "users"):
                 break
             logger.warning("taking off %s, left by a run that was killed", path)
@@ -204,7 +210,7 @@ def recover_mounts_from(settings: Settings, hosts: Iterable[Path], error: Except
     if not is_disconnected(error):
         return False
     for cover in filter(None, map(overlay_at, hosts)):
-        wait_released(mounts_dir(settings.run_dir) / cover.id, _END_S)
+        wait_released(services_dir(settings.run_dir) / cover.id, _END_S)
     recover_mounts(settings, hosts)
     return True
 
@@ -233,7 +239,9 @@ def keep_mounted(settings: Settings, found: Iterable[Found], *, until_exit: bool
     Return False if the mount is being removed just now.
     """
     user = os.getpid() if until_exit else None
-    return all(join(mounts_dir(settings.run_dir) / one.cover.id, one.cover, user) for one in found)
+    return all(
+        join(services_dir(settings.run_dir) / one.cover.id, one.cover, user) for one in found
+    )
 
 
 def take_off_lingering(settings: Settings, hosts: Iterable[Path]) -> bool:
@@ -243,7 +251,9 @@ def take_off_lingering(settings: Settings, hosts: Iterable[Path]) -> bool:
     """
     found = False
     for path in hosts:
-        while (cover := overlay_at(path)) and is_lingering(mounts_dir(settings.run_dir) / cover.id):
+        while (cover := overlay_at(path)) and is_lingering(
+            services_dir(settings.run_dir) / cover.id
+        ):
             unmount_overlay(cover)
             found = True
     return found
@@ -256,7 +266,7 @@ def drop_damaged(settings: Settings, found: Iterable[Found]) -> bool:
     """
     is_damaged = False
     for one in found:
-        state_dir = mounts_dir(settings.run_dir) / one.cover.id
+        state_dir = services_dir(settings.run_dir) / one.cover.id
         state = read_state(state_dir)
         if state is None or not is_damage_known(settings.cache_dir, state.index_digest):
             continue
@@ -268,7 +278,7 @@ def drop_damaged(settings: Settings, found: Iterable[Found]) -> bool:
 
 
 def _read(settings: Settings, cover: Overlay) -> Mounted | None:
-    return read_private_file(mounts_dir(settings.run_dir) / cover.id / _RECORD, _FORM)
+    return read_private_file(services_dir(settings.run_dir) / cover.id / _RECORD, _FORM)
 
 
 def _is_touched(record: Mounted) -> bool:
@@ -319,11 +329,11 @@ def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False)
         unmount_overlay(cover, lazy=lazy)
     except BusyError as error:
         raise BusyError(f"{error}; {_way_out(cover.path)}") from error
-    if not lazy and not wait_released(mounts_dir(settings.run_dir) / cover.id, _END_S):
+    if not lazy and not wait_released(services_dir(settings.run_dir) / cover.id, _END_S):
         # It may take a while to make a large cache durable; no caller needs to wait for that.
         logger.info("the server of %s still tidies up", path)
     # That of a job which has ended, and could not take off what lay below another one.
-    unmount_all_unused(mounts_dir(settings.run_dir), cover.path)
+    unmount_all_unused(services_dir(settings.run_dir), cover.path)
     return overlay_at(cover.path) is not None
 
 
@@ -406,7 +416,7 @@ def have_index(settings: Settings, store: Store, target: Target) -> Index:
 
 def _begin_serving(settings: Settings, item: Placed, process: processes.Process | None) -> Serving:
     """Begin to serve the target's tree in a new mount folder. Raises: BootseerError."""
-    state_dir = new_mount_dir(settings.run_dir, process.identity if process else None)
+    state_dir = new_service_dir(settings.run_dir, process.identity if process else None)
     tree = state_dir / "tree"
     try:
         make_private_directory(tree)
@@ -484,8 +494,8 @@ def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
 
     Returns the folder of the mount. Raises: BootseerError.
     """
-    state_dir = new_mount_dir(settings.run_dir)
-    state = MountState(
+    state_dir = new_service_dir(settings.run_dir)
+    state = ServiceState(
         id=state_dir.name,
         reference=text_of(target.path if target else os.fsencode(path)),
         index_digest=target.index.digest if target else "",
@@ -609,7 +619,7 @@ def _cover_own(settings: Settings, target: Path) -> None:
 
 def _take_off_used(settings: Settings, target: Path) -> bool:
     """Whether another job's mounts were on it."""
-    folder = mounts_dir(settings.run_dir)
+    folder = services_dir(settings.run_dir)
     is_mounted = False
     while any(one.path == target and is_others_only(folder / one.id) for one in overlays()):
         cover = overlay_at(target)

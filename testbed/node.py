@@ -27,6 +27,8 @@ from testbed.paths import REPOSITORY
 TIMEOUT_S = 60.0
 MARK = "BOOTSEER_TEST_NODE"
 _TIMES = re.compile(r'imeUnixNano":"(\d+)"')
+_IDENTITY = "[0-9a-f]" * 16
+"""Pattern of the names of servers' folders; attendants' and publishers' names are longer."""
 Completed: TypeAlias = "subprocess.CompletedProcess[str]"
 
 
@@ -127,8 +129,8 @@ class Node:
         """Wait until no process, mount or container folder of any start is left."""
         for _ in waiting.polling(90, 0.05):
             left: list[object] = [*self.mounts()]
-            for folder in ("run/mounts", "cache/containers"):
-                left += (self.base / folder).glob("*")
+            for pattern in (f"run/services/{_IDENTITY}", "cache/containers/*"):
+                left += self.base.glob(pattern)
             # The processes last: listing them takes as long as twenty of the other checks.
             left = left or [*self.processes().values()] or [*self.mounts()]
             if not left:
@@ -138,7 +140,7 @@ class Node:
     def states(self) -> list[str]:
         """Return the state files of the node's servers."""
         found = []
-        for path in (self.base / "run/mounts").glob("*/state.json"):
+        for path in self.base.glob(f"run/services/{_IDENTITY}/state.json"):
             with suppress(OSError):
                 found.append(path.read_text())
         return found
@@ -189,7 +191,7 @@ class Node:
         self._age_unfinished()
 
     def _age_unfinished(self) -> None:
-        for folder in (self.base / "run/mounts").glob("*"):
+        for folder in self.base.glob(f"run/services/{_IDENTITY}"):
             with suppress(FileNotFoundError):
                 if not (folder / "state.json").exists():
                     os.utime(folder, (1, 1))

@@ -31,8 +31,8 @@ from bootseer.linux.scripts import python_environment
 from bootseer.linux.systemd import notify
 from bootseer.served.control import listen
 from bootseer.served.ending import sweep
-from bootseer.served.folders import CHECKPOINT, MountState, live_mounts
 from bootseer.served.processes import ROLES, spawn
+from bootseer.served.service import CHECKPOINT, ServiceState, live_mounts
 from bootseer.served.spawner import answer_ended, answer_failed, answer_started, receive_request
 
 _log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ class Spawner:
 
 
 def _unmount_users(
-    servers: Iterable[MountState], lies_over: Callable[[mount_table.MountInfoLine], bool]
+    servers: Iterable[ServiceState], lies_over: Callable[[mount_table.MountInfoLine], bool]
 ) -> None:
     """Unmount the binds of these servers' mounts, such as volumes, and mounts that `lies_over`.
 

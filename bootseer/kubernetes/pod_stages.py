@@ -27,7 +27,7 @@ from bootseer.prefetch.snapshotter.snapshot import ImageMount
 from bootseer.profile.publish.note import LauncherNote, is_stored
 from bootseer.profile.publish.round import publish
 from bootseer.served.control import ask
-from bootseer.served.folders import live_mounts
+from bootseer.served.service import live_mounts
 from bootseer.settings.config import Settings, launcher_rank
 from bootseer.settings.values import as_name
 from bootseer.timeline.otlp import Value

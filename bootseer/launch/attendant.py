@@ -1,10 +1,10 @@
 """Background process of a start: publishes the timeline and kept caches, and keeps mounts alive.
 
 A start has one attendant per node, however many launchers (processes of `bootseer run`) it has
-there. Each launcher writes a note into the start's folder `run_dir/starts/ID`. If no process holds
-the folder's lock, the launcher also begins the attendant, as a copy of itself, before any stage.
-When the launcher becomes its job it writes a second file, the handoff: which caches the job has,
-and for how long mounts stay after it.
+there. Each launcher writes a note into the start's folder `run_dir/services/start-ID`. If no
+process holds the folder's lock, the launcher also begins the attendant, as a copy of itself, before
+any stage. When the launcher becomes its job it writes a second file, the handoff: which caches the
+job has, and for how long mounts stay after it.
 
 A *duty* (`profile.publish.duty`, `launch.caches.duty`) decides what to publish when the job is
 ready and when the job ends. Its work runs in a copy of the attendant, with a time limit and at low
@@ -14,7 +14,7 @@ launcher uses (`served.users`), so that the next start of the job finds the moun
 No job depends on the attendant: if it is killed, the mounts end with the job. SIGTERM ends the
 lingering, and the process once its last work is done; SIGHUP makes it read new notes.
 
-Only this module writes to `run_dir/starts`. Main thread only. The launcher's side imports little,
+Only this module writes to these folders. Main thread only. The launcher's side imports little,
 since every start loads it.
 """
 
@@ -41,15 +41,17 @@ from bootseer.linux.locks import is_written, lock_file
 from bootseer.linux.private_files import private_directory, write_private_file
 from bootseer.linux.processes import ForkedWork, ProcessId, run_forked, wait_readable
 from bootseer.profile.publish.note import LauncherNote, is_wanted
-from bootseer.served.folders import (
+from bootseer.served.ready_socket import ReadySocket, add_ready_names, new_ready_name
+from bootseer.served.service import (
     ATTENDING,
-    MountState,
+    START_PREFIX,
+    ServiceState,
     attendants,
     read_state,
-    starts_dir,
+    services_dir,
+    start_folders,
     write_state,
 )
-from bootseer.served.ready_socket import ReadySocket, add_ready_names, new_ready_name
 from bootseer.settings.config import Settings
 from bootseer.timeline.recorder import Timeline
 
@@ -129,7 +131,7 @@ class Attendant:
         note = LauncherNote(shown, timeline.path, process, ready_name, slurm_job, publishes)
         identity = _identity(settings)
         try:
-            folder = private_directory(starts_dir(settings.run_dir) / identity)
+            folder = private_directory(services_dir(settings.run_dir) / identity)
             _write(folder / f"{process.pid}{_NOTE}", note)
             if _is_attended(folder):
                 # Without a state the attendant is only beginning, and will find the note.
@@ -137,9 +139,7 @@ class Attendant:
                 if state is not None:
                     state.process.kill(signal.SIGHUP)
             else:
-                self._process = start(
-                    ATTENDANT, settings.run_dir, identity=f"start-{identity}", copy=True
-                )
+                self._process = start(ATTENDANT, settings.run_dir, identity=identity, copy=True)
                 plan = _AttendantPlan(folder, settings.run_dir, settings.job, settings.store_url)
                 self._process.tell(plan)
                 self._process.go()
@@ -166,9 +166,8 @@ class Attendant:
         except (BootseerError, OSError) as error:
             self._warn(error)
             attendant = None
-        if _may_linger(settings.run_dir):
-            with contextlib.suppress(OSError):
-                end_lingering(settings, keep=attendant)
+        with contextlib.suppress(OSError):
+            end_lingering(settings, keep=attendant)
 
     def _write_handoff(
         self, caches: Sequence["KeptCache"], begun_ns: int, preloads: bool
@@ -217,23 +216,16 @@ def end_lingering(settings: Settings, keep: ProcessId | None = None) -> None:
         is_over = state.user is None or not state.user.lives()
         if state.reference == settings.job and state.process != keep and is_over:
             state.process.kill(signal.SIGTERM)
-    if (settings.run_dir / "preload").is_dir():
-        from bootseer.served.preload import launching
+    with contextlib.suppress(FileNotFoundError):
+        if os.listdir(settings.run_dir / "preload"):
+            from bootseer.served.preload import launching
 
-        launching.end_preloaders(settings)
-
-
-def _may_linger(run_dir: Path) -> bool:
-    for name in ("mounts", "preload"):
-        with contextlib.suppress(OSError):
-            if os.listdir(run_dir / name):
-                return True
-    return False
+            launching.end_preloaders(settings)
 
 
 def _identity(settings: Settings) -> str:
     parts = (settings.job, settings.submission, str(settings.attempt), settings.node)
-    return short_digest("\0".join(parts).encode())[:16]
+    return START_PREFIX + short_digest("\0".join(parts).encode())[:16]
 
 
 def _is_attended(folder: Path) -> bool:
@@ -285,7 +277,7 @@ class _AttendantLoop:
         self._until_s = 0.0
         self._scratch_s = math.inf
         self._pause_s = _LOOK_FIRST_S
-        self._state = MountState(
+        self._state = ServiceState(
             id=plan.folder.name,
             reference=plan.job,
             index_digest="",
@@ -523,28 +515,27 @@ def publish_killed(settings: Settings, slurm_job: str, limit_s: float) -> None:
     """
     from bootseer.profile.publish.duty import TimelineDuty
 
-    with contextlib.suppress(FileNotFoundError):
-        for folder in starts_dir(settings.run_dir).iterdir():
-            with contextlib.suppress(OSError):
-                lock = lock_file(folder / _LOCK, 0)
-                duty = TimelineDuty(limit_s)
-                read_paths = []
-                for path in sorted(folder.iterdir()):
-                    with contextlib.suppress(OSError, BootseerError, ValueError):
-                        if path.suffix in (_NOTE, _READ_NOTE):
-                            note = _read_note(path, settings.store_url)
-                            if note.slurm_job == slurm_job:
-                                read_paths.append(path)
-                                if note.publishes:
-                                    duty.add(note)
-                duty.publish()
-                for path in read_paths:
-                    path.unlink(missing_ok=True)
-                if not any(one.suffix in (_NOTE, _READ_NOTE) for one in folder.iterdir()):
-                    for path in folder.iterdir():
-                        path.unlink()
-                os.close(lock)
-                folder.rmdir()
+    for folder in start_folders(settings.run_dir):
+        with contextlib.suppress(OSError):
+            lock = lock_file(folder / _LOCK, 0)
+            duty = TimelineDuty(limit_s)
+            read_paths = []
+            for path in sorted(folder.iterdir()):
+                with contextlib.suppress(OSError, BootseerError, ValueError):
+                    if path.suffix in (_NOTE, _READ_NOTE):
+                        note = _read_note(path, settings.store_url)
+                        if note.slurm_job == slurm_job:
+                            read_paths.append(path)
+                            if note.publishes:
+                                duty.add(note)
+            duty.publish()
+            for path in read_paths:
+                path.unlink(missing_ok=True)
+            if not any(one.suffix in (_NOTE, _READ_NOTE) for one in folder.iterdir()):
+                for path in folder.iterdir():
+                    path.unlink()
+            os.close(lock)
+            folder.rmdir()
 
 
 def _read_note(path: Path, store_url: str) -> LauncherNote:
@@ -562,7 +553,7 @@ def _sweep(run_dir: Path) -> bytes:
     sweep(run_dir)
     before_s = time.time() - _KEPT_S
     with contextlib.suppress(OSError):
-        for old in (*starts_dir(run_dir).iterdir(), *(run_dir / "logs").glob("start-*.log")):
+        for old in (*start_folders(run_dir), *(run_dir / "logs").glob("start-*.log")):
             with contextlib.suppress(OSError):
                 status = old.stat(follow_symlinks=False)
                 if old.suffix == ".log":

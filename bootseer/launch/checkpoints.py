@@ -162,7 +162,7 @@ class CheckpointMounts:
             return
         from bootseer.fuse.striped.mounted.mount import unmount_checkpoints
         from bootseer.served.ending import give_up
-        from bootseer.served.folders import mounts_dir
+        from bootseer.served.service import services_dir
 
         for number, process in enumerate(self._processes):
             with contextlib.suppress(BootseerError, OSError):
@@ -173,7 +173,7 @@ class CheckpointMounts:
         for number, process in enumerate(self._processes):
             mounted = self._mounted.get(number)
             if mounted is None:
-                give_up(mounts_dir(self._settings.run_dir) / process.identity, _END_S)
+                give_up(services_dir(self._settings.run_dir) / process.identity, _END_S)
             elif mounted.how != LIVE:
                 # A mount taken over from the last start stays for the next one.
                 try:

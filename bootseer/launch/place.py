@@ -208,8 +208,8 @@ def open_place(settings: Settings, job: Job, timeline: Timeline, say: Say) -> Pl
         from bootseer.prefetch.container.runc import check_runc
 
         check_runc()
-    from bootseer.served.folders import RUN
     from bootseer.served.processes import TREE, start
+    from bootseer.served.service import RUN
     from bootseer.served.users import lingering_mounts
 
     with timeline.span("image") as span, contextlib.ExitStack() as stack:

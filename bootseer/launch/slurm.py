@@ -17,9 +17,9 @@ from bootseer.linux.mount_table import find_mount
 from bootseer.linux.namespaces import mount_namespace
 from bootseer.linux.processes import ProcessId, living_processes
 from bootseer.served.ending import sweep
-from bootseer.served.folders import (
+from bootseer.served.service import (
     CHECKPOINT,
-    MountState,
+    ServiceState,
     attendants,
     dead_mounts,
     live_mounts,
@@ -83,7 +83,7 @@ def _kill_session(server: ProcessId) -> None:
                     process.kill(signal.SIGKILL)
 
 
-def _is_used(folder: Path, state: MountState, job: str) -> bool:
+def _is_used(folder: Path, state: ServiceState, job: str) -> bool:
     """Return whether another job than `job`, whose own processes do not count, uses the mount."""
     users = [*living_processes(folder / "users")]
     if state.user is not None and state.user.lives():
@@ -91,7 +91,7 @@ def _is_used(folder: Path, state: MountState, job: str) -> bool:
     return any(not job or job_of(process.pid) != job for process in users)
 
 
-def _unmount(run_dir: Path, state: MountState, say: Callable[[str], None]) -> None:
+def _unmount(run_dir: Path, state: ServiceState, say: Callable[[str], None]) -> None:
     directory = Path(state.directory)
     if state.purpose != CHECKPOINT or find_mount(directory) is None:
         return  # `sweep` unmounts the others

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError
 from bootseer.report.decoding import decode
-from bootseer.served.folders import CHECKPOINT, RUN
+from bootseer.served.service import CHECKPOINT, RUN
 from bootseer.served.status import KnownServer
 from bootseer.settings.config import Settings
 from bootseer.timeline.otlp import START, Stage

@@ -19,19 +19,21 @@ from bootseer.linux.locks import is_written
 from bootseer.linux.private_files import is_own, write_private_file
 from bootseer.linux.processes import ProcessId, note_name, note_names, wait_readable
 from bootseer.linux.removal import remove_tree
-from bootseer.served.folders import (
+from bootseer.served.overlays import container_source, overlays, unmount_overlays
+from bootseer.served.service import (
     CHECKPOINT,
-    MountState,
+    PUBLISH,
+    START_PREFIX,
+    ServiceState,
     dead_mounts,
     is_alive,
     live_mounts,
-    mounts_dir,
     read_state,
-    remove_mount_dir,
+    remove_service_dir,
+    services_dir,
     take_lock,
     wait_released,
 )
-from bootseer.served.overlays import container_source, overlays, unmount_overlays
 from bootseer.served.users import works_without_server
 
 _log = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ _END_GRACE_S = 15.0
 # ---- servers that live --------------------------------------------------------------------------
 
 
-def end_server(directory: Path, state: MountState, timeout_s: float) -> None:
+def end_server(directory: Path, state: ServiceState, timeout_s: float) -> None:
     """Unmount the mount of a server, and wait for the server's end. Raises: BootseerError."""
     path = Path(state.directory)
     try:
@@ -90,7 +92,7 @@ def give_up(directory: Path, wait_s: float = _FAILED_END_S) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def kill_silent(directory: Path, state: MountState) -> None:
+def kill_silent(directory: Path, state: ServiceState) -> None:
     """Kill a server that does not answer; the next `sweep` cleans up. Raises: OSError."""
     for process in state.processes:
         process.kill(signal.SIGKILL)
@@ -124,7 +126,7 @@ def sweep(run_dir: Path) -> int:
     """Remove what dead servers left: mounts, folders, old logs. Return the number of servers."""
     count = 0
     with contextlib.suppress(FileNotFoundError):
-        for directory in mounts_dir(run_dir).iterdir():
+        for directory in services_dir(run_dir).iterdir():
             try:
                 count += sweep_one(directory)
             except Exception as error:
@@ -143,7 +145,9 @@ def sweep_dead(run_dir: Path, target: Path) -> bool:
 def sweep_one(directory: Path) -> bool:
     """Remove the leftovers of a dead server and its folder. Return False if it must stay."""
     try:
-        if not is_own(directory.stat(follow_symlinks=False)):
+        if directory.name.startswith(START_PREFIX) or not is_own(
+            directory.stat(follow_symlinks=False)
+        ):
             return False
     except OSError:
         return False
@@ -157,7 +161,7 @@ def sweep_one(directory: Path) -> bool:
         return False
     try:
         state = read_state(directory)
-        if state is not None:
+        if state is not None and state.purpose != PUBLISH:
             if _is_elsewhere(state) or works_without_server(directory):
                 return False
             # A checkpoint folder stays mounted while its job may use it: after an unmount the job
@@ -173,9 +177,9 @@ def sweep_one(directory: Path) -> bool:
                 _unmount_left_over(Path(state.directory))
             if state.scratch:
                 remove_scratch(Path(state.scratch))
-        elif (scratch := _announced_scratch(directory)) is not None:
+        elif state is None and (scratch := _announced_scratch(directory)) is not None:
             remove_scratch(scratch)
-        remove_mount_dir(directory)
+        remove_service_dir(directory)
     finally:
         os.close(lock)
     _log.info("removed what the dead mount %s left", directory.name)
@@ -207,7 +211,7 @@ def _free_stuck(directory: Path) -> bool:
     return abort_connection(state.device_minor, mount.path if mount else None)
 
 
-def _is_elsewhere(state: MountState) -> bool:
+def _is_elsewhere(state: ServiceState) -> bool:
     """Return whether the mount is used in another mount namespace, such as a job's own view."""
     there = state.mount_namespace
     return there not in ("", namespaces.mount_namespace()) and namespaces.has_processes(there)
@@ -219,7 +223,7 @@ def _age_s(path: Path) -> float:
     return 0.0
 
 
-def _is_reportable(state: MountState, path: Path) -> bool:
+def _is_reportable(state: ServiceState, path: Path) -> bool:
     """Return whether a user may still ask what became of a checkpoint folder."""
     if mount_table.find_mount(Path(state.directory)) is not None:
         return True

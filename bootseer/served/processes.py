@@ -54,7 +54,7 @@ from bootseer.linux.processes import (
     wait_readable,
 )
 from bootseer.linux.scripts import python_environment
-from bootseer.served.folders import log_path, new_identity
+from bootseer.served.service import log_path, new_identity
 
 _log = logging.getLogger(__name__)
 

@@ -19,20 +19,19 @@ from bootseer.linux.locks import is_written
 from bootseer.linux.private_files import is_own
 from bootseer.linux.processes import living_pids
 from bootseer.served.control import ask
-from bootseer.served.folders import (
+from bootseer.served.overlays import overlays
+from bootseer.served.service import (
     ATTENDING,
     CHECKPOINT,
     PUBLISH,
     RUN,
     VOLUME,
-    MountState,
+    ServiceState,
     is_alive,
     log_path,
-    mounts_dir,
     read_state,
-    starts_dir,
+    services_dir,
 )
-from bootseer.served.overlays import overlays
 from bootseer.served.users import works_without_server
 
 _KINDS = {
@@ -57,7 +56,7 @@ _RECENT_S = 600.0
 class KnownServer(Struct, frozen=True):
     """A server with a folder, alive or dead."""
 
-    state: MountState
+    state: ServiceState
     folder: Path
     is_running: bool
 
@@ -104,12 +103,11 @@ class StatusEntry(Struct, frozen=True):
 def known_servers(run_dir: Path) -> list[KnownServer]:
     """Return all servers, attendants and publishers with a folder, the oldest first."""
     found = []
-    for parent in (mounts_dir(run_dir), starts_dir(run_dir), run_dir / "publishing"):
-        with contextlib.suppress(FileNotFoundError):
-            for folder in parent.iterdir():
-                state = read_state(folder)
-                if state is not None:
-                    found.append(KnownServer(state, folder, is_alive(folder)))
+    with contextlib.suppress(FileNotFoundError):
+        for folder in services_dir(run_dir).iterdir():
+            state = read_state(folder)
+            if state is not None:
+                found.append(KnownServer(state, folder, is_alive(folder)))
     return sorted(found, key=lambda one: one.state.started_ns)
 
 

@@ -24,17 +24,17 @@ from bootseer.linux.processes import (
     write_note,
 )
 from bootseer.linux.removal import remove_tree
-from bootseer.served.folders import (
+from bootseer.served.overlays import Overlay, overlay_at, overlays, unmount_overlay
+from bootseer.served.service import (
     LINK,
-    MountState,
+    ServiceState,
     attendants,
     is_alive,
     live_mounts,
-    mounts_dir,
     read_state,
+    services_dir,
     take_lock,
 )
-from bootseer.served.overlays import Overlay, overlay_at, overlays, unmount_overlay
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def sweep_overlays(run_dir: Path) -> int:
     with contextlib.suppress(OSError):
         found = overlays()
     for overlay in reversed(found):
-        state_dir = mounts_dir(run_dir) / overlay.id
+        state_dir = services_dir(run_dir) / overlay.id
         # An overlay of another run folder is not ours to judge.
         if not state_dir.is_dir() or is_alive(state_dir) or works_without_server(state_dir):
             continue
@@ -165,7 +165,7 @@ def is_lingering(state_dir: Path) -> bool:
 
 def lingering_mounts(
     run_dir: Path, purpose: str, job: str = ""
-) -> Iterator[tuple[Path, MountState]]:
+) -> Iterator[tuple[Path, ServiceState]]:
     """Yield folder and state of each lingering mount with this purpose, and for `job` if given."""
     for state_dir, state in live_mounts(run_dir):
         if state.purpose == purpose and is_lingering(state_dir):

@@ -45,10 +45,10 @@ from bootseer.prefetch.index.records import ImageConfig
 from bootseer.prefetch.serve.plan import ServeOptions
 from bootseer.served.control import ask
 from bootseer.served.ending import announce_scratch, kill_silent, make_own_scratch
-from bootseer.served.folders import RUN, is_alive, new_mount_dir
 from bootseer.served.processes import TREE, Process, start
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.served.ready_socket import add_ready_names
+from bootseer.served.service import RUN, is_alive, new_service_dir
 from bootseer.served.users import join, lingering_mounts
 from bootseer.settings.config import Settings
 
@@ -237,7 +237,7 @@ def prepare_container(
                     *(live, root, scratch, rootless, runs_as, runtime, parsed, LIVE), lingers=True
                 )
             process = process or stack.enter_context(start(TREE, settings.run_dir))
-            state_dir = new_mount_dir(settings.run_dir, process.identity)
+            state_dir = new_service_dir(settings.run_dir, process.identity)
         except BaseException:
             image.release()
             raise

@@ -26,8 +26,8 @@ from bootseer.prefetch.serve.plan import (
 )
 from bootseer.served.control import ask
 from bootseer.served.ending import end_server, sweep, sweep_dead
-from bootseer.served.folders import CHECKPOINT, MountState, live_mounts
 from bootseer.served.processes import Process
+from bootseer.served.service import CHECKPOINT, ServiceState, live_mounts
 from bootseer.settings.config import Settings
 
 
@@ -36,7 +36,7 @@ class MountedImage(Closing, Struct, frozen=True):
 
     settings: Settings
     record: ImageRecord
-    state: MountState
+    state: ServiceState
     state_dir: Path
     ready_name: str
     """Socket name for BOOTSEER_READY_SOCKETS; the message "ready" ends the record."""
@@ -107,7 +107,7 @@ def mount_image(
     return MountedImage(settings, resolved.record, plan.state, plan.state_dir, plan.ready_name)
 
 
-def find_live_mount(settings: Settings, directory: Path) -> tuple[Path, MountState]:
+def find_live_mount(settings: Settings, directory: Path) -> tuple[Path, ServiceState]:
     """Return the state folder and state of the image or environment mounted on `directory`.
 
     Raises: NotFoundError.

@@ -1,7 +1,7 @@
 """Background publishers: processes that publish an image or a start's record after a start.
 
 A publisher (`served.processes`) has the lowest priority, so that it does not disturb the job, and
-it outlives the job. It holds the lock of a folder under `run_dir/publishing` until everything is
+it outlives the job. It holds the lock of a folder under `run_dir/services` until everything is
 published. If it fails, later launches lack a bundle or pull the image again; objects in the store
 are never visible in part. Modules for publishing are loaded only by the publisher itself.
 """
@@ -21,17 +21,19 @@ from msgspec import Struct
 
 from bootseer.base.documents import from_line
 from bootseer.errors import BootseerError
-from bootseer.linux.private_files import private_directory, write_private_file
+from bootseer.linux.private_files import write_private_file
 from bootseer.prefetch.cache.indexes import read_kept_tree
-from bootseer.served.folders import (
+from bootseer.served.processes import PUBLISHER, Process, Report, serve, start
+from bootseer.served.service import (
     PUBLISH,
-    MountState,
+    ServiceState,
     is_alive,
     live_mounts,
     lock_new,
+    new_service_dir,
+    services_dir,
     write_state,
 )
-from bootseer.served.processes import PUBLISHER, Process, Report, serve, start
 from bootseer.settings.config import Settings
 from bootseer.store import open_own_store
 
@@ -43,6 +45,8 @@ _log = logging.getLogger(__name__)
 _ENTRY = struct.Struct("<QQQQ")
 _NICENESS = 15
 _BEGUN = "begun"
+_NAMES = "*-" + "[0-9a-f]" * 8
+"""Pattern of the names of publishers' folders."""
 _BEGINS_S = 60.0
 """Time that a new publisher may take until it holds its folder's lock."""
 _START_S = 180.0
@@ -82,11 +86,6 @@ class _PublisherPlan(Struct, frozen=True):
     directory: Path
 
 
-def publishing_dir(settings: Settings) -> Path:
-    """Return the folder of all publishers of this node."""
-    return settings.run_dir / "publishing"
-
-
 def start_publisher(
     settings: Settings,
     identity: str,
@@ -124,14 +123,12 @@ def start_chain_publisher(settings: Settings, content: Path, chain_id: str) -> b
 
 
 def _is_busy(settings: Settings, prefix: str) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return any(map(_is_at_work, publishing_dir(settings).glob(f"{prefix}-*")))
-    return False
+    return any(map(_is_at_work, services_dir(settings.run_dir).glob(f"{prefix}-*")))
 
 
 def _start(identity: str, job: _PublishJob, accesses: bytes = b"") -> Process:
     settings = job.settings
-    directory = private_directory(publishing_dir(settings) / f"{identity}-{os.urandom(4).hex()}")
+    directory = new_service_dir(settings.run_dir, f"{identity}-{os.urandom(4).hex()}")
     if accesses:
         write_private_file(directory / "accesses", accesses)
     # Until the publisher holds the lock, this file shows that it is about to.
@@ -153,27 +150,13 @@ def _is_at_work(directory: Path) -> bool:
 
 
 def wait_published(settings: Settings, timeout_s: float) -> bool:
-    """Wait until no publisher of this node is at work; return False after `timeout_s`.
-
-    Folders of dead publishers are removed.
-    """
+    """Wait until no publisher is at work on this node. Return False if that takes too long."""
     deadline_s = time.monotonic() + timeout_s
-    while True:
-        busy = False
-        with contextlib.suppress(FileNotFoundError):
-            for directory in publishing_dir(settings).iterdir():
-                if _is_at_work(directory):
-                    busy = True
-                    continue
-                # A publisher that has just ended may remove its folder at the same time.
-                with contextlib.suppress(FileNotFoundError):
-                    if time.time() - directory.stat().st_mtime > _BEGINS_S:
-                        shutil.rmtree(directory, ignore_errors=True)
-        if not busy:
-            return True
+    while any(map(_is_at_work, services_dir(settings.run_dir).glob(_NAMES))):
         if time.monotonic() > deadline_s:
             return False
         time.sleep(0.05)
+    return True
 
 
 def publish_record(
@@ -235,9 +218,9 @@ def _is_starting(settings: Settings, index_digest: str) -> bool:
     return False
 
 
-def _state_of(directory: Path, job: _PublishJob) -> MountState:
+def _state_of(directory: Path, job: _PublishJob) -> ServiceState:
     """Return the state that `bootseer status` shows."""
-    return MountState(
+    return ServiceState(
         id=directory.name.rpartition("-")[0],
         reference=job.info.reference if job.info else job.image or job.chain,
         index_digest="",

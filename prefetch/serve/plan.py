@@ -17,9 +17,9 @@ from bootseer.errors import (
 from bootseer.linux import mount_table
 from bootseer.linux.processes import ProcessId
 from bootseer.served.ending import give_up
-from bootseer.served.folders import MountState, new_mount_dir
 from bootseer.served.processes import TREE, Process, start
 from bootseer.served.ready_socket import new_ready_name
+from bootseer.served.service import ServiceState, new_service_dir
 from bootseer.settings.config import Settings
 
 SUBTYPE = "bootseer-image"
@@ -38,11 +38,11 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
     workload: str | None = None
     """Workload whose bundle is used and whose starts are recorded; None: that of the settings."""
     purpose: str = "mount"
-    """See `MountState`."""
+    """See `ServiceState`."""
     scratch: str = ""
     """Folder that is removed with the mount."""
     fingerprint: str = ""
-    """See `MountState`."""
+    """See `ServiceState`."""
     watch_pid: int | None = None
     """Process with which the mount ends."""
     owner: tuple[int, int] | None = None
@@ -62,7 +62,7 @@ class ServePlan(Struct, frozen=True):
     """Plan for one server, which gets it as a line of JSON on its standard input."""
 
     settings: Settings
-    state: MountState
+    state: ServiceState
     state_dir: Path
     ready_name: str
     options: ServeOptions
@@ -112,8 +112,8 @@ def begin_serving(
     folder of its mount; by default both are new. Raises: as `mount_image`.
     """
     path = check_mount_point(directory)
-    state_dir = state_dir or new_mount_dir(settings.run_dir)
-    state = MountState(
+    state_dir = state_dir or new_service_dir(settings.run_dir)
+    state = ServiceState(
         id=state_dir.name,
         reference=name,
         index_digest=index_digest,

@@ -50,9 +50,8 @@ from bootseer.served import users
 from bootseer.served.control import ControlServer
 from bootseer.served.ending import end_runc, is_in_use
 from bootseer.served.figures_file import FiguresFile, file_name
-from bootseer.served.folders import RUN, write_state
-from bootseer.served.life import hold_folder
 from bootseer.served.processes import TREE, Report, serve
+from bootseer.served.service import RUN, hold_folder, write_state
 from bootseer.served.supervision.heartbeat import silence_for
 from bootseer.served.supervision.supervisor import RestartPolicy, supervise
 from bootseer.settings.config import Settings

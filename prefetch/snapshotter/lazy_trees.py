@@ -1,6 +1,6 @@
 """FUSE mounts below the roots of containers: one for each tree and workload, shared by all.
 
-The servers are processes of their own, found by their state folders (`served.folders`), so a new
+The servers are processes of their own, found by their state folders (`served.service`), so a new
 snapshotter finds the mounts of its predecessor. An unmounted tree is still served as long as the
 root of a container uses it. No function touches files in a mount, which could hang. Thread-safe.
 """
@@ -20,13 +20,13 @@ from bootseer.linux import mount_table
 from bootseer.prefetch.serve.plan import ServeOptions, begin_serving
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
 from bootseer.served.ending import sweep
-from bootseer.served.folders import MountState, live_mounts
+from bootseer.served.service import ServiceState, live_mounts
 from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)
 
 PURPOSE = "containerd"
-"""Purpose (`MountState.purpose`) of a mount that serves an image for containerd."""
+"""Purpose (`ServiceState.purpose`) of a mount that serves an image for containerd."""
 
 _FRESH_S = 60.0
 """A mount was made for the container that is created within this time after the mount."""
@@ -129,7 +129,7 @@ class LazyTrees:
                 found[TreeKey(state.index_digest, state.workload, state.owner)] = path
         return found
 
-    def _is_ours(self, state: MountState) -> bool:
+    def _is_ours(self, state: ServiceState) -> bool:
         return state.purpose == self._purpose and Path(state.directory).parent == self._folder
 
     def _mount(self, key: TreeKey, name: str, is_local: bool) -> Path:
@@ -173,7 +173,7 @@ class LazyTrees:
                 path.rmdir()
 
 
-def _serves(state: MountState) -> bool:
+def _serves(state: ServiceState) -> bool:
     # The lock of the state folder is no proof: a process that removes the folder of a dead server
     # holds it for a moment. A worker goes on serving after its supervisor was killed.
     return any(process.lives() for process in state.processes)

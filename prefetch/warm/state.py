@@ -17,7 +17,7 @@ from bootseer.base.documents import DocumentFormat
 from bootseer.linux.locks import lock_file
 from bootseer.linux.private_files import private_directory, read_private_file, write_private_file
 from bootseer.prefetch.warm.record import key_of
-from bootseer.served.folders import log_path
+from bootseer.served.service import log_path
 
 _STATE_FORM: DocumentFormat[dict[str, Any]] = DocumentFormat(type=dict[str, Any], size_max=1 << 16)
 

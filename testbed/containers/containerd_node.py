@@ -29,7 +29,7 @@ from bootseer.linux import mount_table
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.prefetch.snapshotter.wire import MESSAGES, METHODS, SERVICE
 from bootseer.served.control import ask
-from bootseer.served.folders import live_mounts
+from bootseer.served.service import live_mounts
 from bootseer.settings.config import Settings
 from testbed.containers.containerd_config import containerd_config
 from testbed.containers.cri import call_cri, container_config, pod_config

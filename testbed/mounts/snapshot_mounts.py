@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from bootseer.prefetch.publish.publishing import wait_published
-from bootseer.served.folders import MountState, live_mounts
+from bootseer.served.service import ServiceState, live_mounts
 from bootseer.settings.config import Settings
 from testbed.waiting import wait_for
 
@@ -30,7 +30,7 @@ def can_reflink(directory: Path) -> bool:
     return True
 
 
-def servers(settings: Settings) -> list[MountState]:
+def servers(settings: Settings) -> list[ServiceState]:
     """Return the state of the mounts of a node, the oldest first."""
     return [state for _, state in live_mounts(settings.run_dir)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from bootseer.errors import BootseerError
 from bootseer.linux import mount_table
 from bootseer.prefetch.publish.publishing import wait_published
-from bootseer.served.folders import live_mounts
 from bootseer.served.overlays import overlays, unmount_overlay
+from bootseer.served.service import live_mounts
 from bootseer.settings.config import Settings
 from testbed.mounts.fuse_mount import clear_mount
 

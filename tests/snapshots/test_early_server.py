@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.served.folders import live_mounts, log_path
+from bootseer.served.service import live_mounts, log_path
 from bootseer.settings.config import Settings
 from bootseer.snapshots.archive import create_snapshot
 from bootseer.snapshots.mounted import unmount_snapshot

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from bootseer.errors import BusyError, InvalidInputError
 from bootseer.served.control import ask
-from bootseer.served.folders import live_mounts
 from bootseer.served.overlays import overlay_at
 from bootseer.served.processes import TREE, start
+from bootseer.served.service import live_mounts
 from bootseer.snapshots.archive import create_snapshot
 from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.key import Request

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from bootseer.blob.index import codec as index
 from bootseer.blob.keys import index_key
 from bootseer.errors import CorruptError
-from bootseer.served.folders import mounts_dir
 from bootseer.served.overlays import overlay_at
+from bootseer.served.service import services_dir
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.archive import create_snapshot
 from bootseer.snapshots.manifest import Stored
@@ -54,6 +54,6 @@ def test_hostile_names_are_never_shown(
         assert overlay_at(target) is None
         assert not target.exists()
         # The server removes its folder last, when its end is already known.
-        wait_for(lambda: not list(mounts_dir(node.run_dir).iterdir()), "the folder's end")
+        wait_for(lambda: not list(services_dir(node.run_dir).iterdir()), "the folder's end")
     finally:
         sweep(tmp_path, node)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.served.folders import mounts_dir
 from bootseer.served.overlays import overlay_at
+from bootseer.served.service import services_dir
 from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.mounted import unmount_snapshot
 from testbed.mounts.snapshot_mounts import WAIT_S, servers, wait_gone
@@ -142,4 +142,4 @@ def test_the_way_is_reported(tmp_path: Path, mounting: MakeNode) -> None:
     node = replace(mounting("b"), restore_mode="auto")
     result = run_setup(node, request)
     assert (result.mode, result.mode_reason) == ("extract", "it is small")
-    assert not mounts_dir(node.run_dir).exists()
+    assert not services_dir(node.run_dir).exists()

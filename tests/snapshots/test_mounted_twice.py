@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.linux.processes import ProcessId
-from bootseer.served.folders import mounts_dir
 from bootseer.served.overlays import overlays, parse_overlays
+from bootseer.served.service import services_dir
 from bootseer.served.users import add_user, unmount_if_unused
 from bootseer.settings.config import Settings
 from testbed.mounts.snapshot_mounts import WAIT_S, wait_gone
@@ -76,7 +76,7 @@ def test_nothing_is_left_of_several_set_ups_on_one_folder(
     wait_for(lambda: not _is_left(target), "the end of all mounts of the job")
     wait_gone(node)
     wait_for(
-        lambda: not list(mounts_dir(node.run_dir).iterdir()),
+        lambda: not list(services_dir(node.run_dir).iterdir()),
         "the removal of the folders of all mounts",
     )
     assert list(target.iterdir()) == []
@@ -91,10 +91,10 @@ def test_a_mount_below_one_that_is_used_is_waited_for(tmp_path: Path, covering: 
         _wait_ready(job)
         lower, upper = (cover for cover in overlays() if cover.path == target)
         assert (lower.is_topmost, upper.is_topmost) == (False, True)
-        add_user(mounts_dir(node.run_dir) / upper.id, other.pid)
+        add_user(services_dir(node.run_dir) / upper.id, other.pid)
         job.kill()
         job.wait(WAIT_S)
-        assert unmount_if_unused(mounts_dir(node.run_dir) / lower.id) == ProcessId.of(other.pid)
+        assert unmount_if_unused(services_dir(node.run_dir) / lower.id) == ProcessId.of(other.pid)
         assert (target / "file1").read_text() == "1\n"
         other.kill()
         other.wait(WAIT_S)

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from bootseer.linux.processes import start_time
 from bootseer.served.control import ask
-from bootseer.served.folders import live_mounts, take_lock
 from bootseer.served.overlays import overlay_at
+from bootseer.served.service import live_mounts, take_lock
 from bootseer.served.users import add_user, join
 from bootseer.settings.config import Settings
 from bootseer.snapshots import mounted

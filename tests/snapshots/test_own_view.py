@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from bootseer.errors import BusyError, exit_code_of
 from bootseer.linux.processes import start_time
-from bootseer.served.folders import live_mounts, mounts_dir
 from bootseer.served.overlays import overlays
+from bootseer.served.service import live_mounts, services_dir
 from bootseer.settings.config import Settings
 from bootseer.snapshots.archive import create_snapshot
 from bootseer.snapshots.environment import run_setup
@@ -86,7 +86,7 @@ def test_jobs_with_different_set_ups_have_their_own(
     wait_gone(node)
     assert not any(cover.path == target for cover in overlays())
     # Its state is removed first.
-    wait_for(lambda: not any(mounts_dir(node.run_dir).iterdir()), "the end of its folder")
+    wait_for(lambda: not any(services_dir(node.run_dir).iterdir()), "the end of its folder")
     # Changes by the second job were its own.
     assert not (target / "more").exists()
     assert runs(tmp_path) == 1

@@ -14,7 +14,7 @@ from tests.soak.site import SoakSite, User
 SETTLE_S = 120.0
 """Time limit for servers to end after their jobs, and for publishers to store everything."""
 _COMMAND_S = 120.0
-_IN_USE = ("run/mounts/*", "cache/containers/*", "cache/streams/new-*")
+_IN_USE = ("run/services/*", "cache/containers/*", "cache/streams/new-*")
 _DAYS_S = 3 * 86400
 """Age at which abandoned files are collected, with a margin for the soak's length."""
 

@@ -69,7 +69,7 @@ from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.source_names import REGISTRY
 from bootseer.prefetch.snapshotter.lazy_trees import LazyTrees
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
-from bootseer.served.folders import VOLUME
+from bootseer.served.service import VOLUME
 from bootseer.served.status import find_known
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue

@@ -91,7 +91,7 @@ def _mount(wanted: JobMount, report: Report) -> None:
     )
     from bootseer.fuse.striped.mounted.options import CheckpointPlan
     from bootseer.fuse.striped.mounted.server import serve_plan
-    from bootseer.served.folders import new_mount_dir, read_state
+    from bootseer.served.service import new_service_dir, read_state
 
     settings = wanted.settings
     with contextlib.ExitStack() as until_mounted:
@@ -125,7 +125,7 @@ def _mount(wanted: JobMount, report: Report) -> None:
                 f"{error}. A job that runs several processes on one node mounts once: let "
                 "`bootseer run` start the launcher (torchrun), not each process"
             ) from error
-        plan = CheckpointPlan(spec, new_mount_dir(settings.run_dir, wanted.identity))
+        plan = CheckpointPlan(spec, new_service_dir(settings.run_dir, wanted.identity))
 
         def answer() -> JobMounted:
             state = read_state(plan.state_dir)
@@ -163,7 +163,7 @@ def _lingering(wanted: JobMount) -> Path | None:
     if wanted.aside is None:
         return None
     from bootseer.fuse.striped.mounted.mount import unchecked_spec
-    from bootseer.served.folders import CHECKPOINT
+    from bootseer.served.service import CHECKPOINT
     from bootseer.served.users import lingering_mounts
 
     settings = wanted.settings

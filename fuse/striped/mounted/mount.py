@@ -35,15 +35,15 @@ from bootseer.linux.mount_table import absolute, find_mount
 from bootseer.linux.namespaces import mount_namespace
 from bootseer.served.control import ask
 from bootseer.served.ending import end_process, give_up, kill_silent
-from bootseer.served.folders import (
+from bootseer.served.processes import CHECKPOINTS, start
+from bootseer.served.service import (
     log_path,
-    new_mount_dir,
+    new_service_dir,
     read_state,
-    remove_mount_dir,
+    remove_service_dir,
     take_lock,
     wait_released,
 )
-from bootseer.served.processes import CHECKPOINTS, start
 from bootseer.served.status import find_known
 from bootseer.served.users import is_lingering, join
 from bootseer.settings.config import Settings
@@ -190,7 +190,7 @@ def mount_checkpoints(
     Raises: BootseerError; nothing is mounted then.
     """
     run_dir = Path(spec.run_dir)
-    state_dir = new_mount_dir(run_dir)
+    state_dir = new_service_dir(run_dir)
     try:
         with start(
             CHECKPOINTS, run_dir, identity=state_dir.name, copy=forks, variables=variables
@@ -288,7 +288,7 @@ def unmount_checkpoints(
     wait_released(known.folder, _RELEASED_S)
     with contextlib.suppress(OSError):
         lock = take_lock(known.folder, create=False)
-        remove_mount_dir(known.folder)
+        remove_service_dir(known.folder)
         os.close(lock)
     return ended.unwritten if ended is not None else ()
 

@@ -21,9 +21,14 @@ from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Attached
 from bootseer.fuse.striped.mounted.options import SUBTYPE, CheckpointPlan, MountSpec
-from bootseer.served.folders import CHECKPOINT, MountState, new_mount_dir, read_state
-from bootseer.served.life import hold_folder
 from bootseer.served.processes import CHECKPOINTS, Ready, Report, serve
+from bootseer.served.service import (
+    CHECKPOINT,
+    ServiceState,
+    hold_folder,
+    new_service_dir,
+    read_state,
+)
 from bootseer.served.supervision.hand_over import RESUME, exec_newer, read_document
 from bootseer.served.supervision.heartbeat import silence_for
 from bootseer.served.supervision.supervisor import supervise
@@ -43,7 +48,7 @@ def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], None] = lambda: No
 
     Main thread of a single-threaded process only. Raises: BootseerError.
     """
-    plan = CheckpointPlan(spec, new_mount_dir(Path(spec.run_dir)))
+    plan = CheckpointPlan(spec, new_service_dir(Path(spec.run_dir)))
     return _serve(plan, _watch_owner(spec), on_ready=on_ready)
 
 
@@ -95,8 +100,8 @@ def _serve(
     return list(ended.unwritten) if ended is not None else []
 
 
-def _state_of(plan: CheckpointPlan) -> MountState:
-    return MountState(
+def _state_of(plan: CheckpointPlan) -> ServiceState:
+    return ServiceState(
         id=plan.state_dir.name,
         reference=public_url(plan.spec.url),
         index_digest="",

@@ -22,7 +22,7 @@ from bootseer.errors import NotFoundError
 from bootseer.fuse.striped.statistics import Statistics
 from bootseer.linux.mount_table import absolute
 from bootseer.served.figures_file import FiguresFile, file_name
-from bootseer.served.folders import MountState
+from bootseer.served.service import ServiceState
 from bootseer.served.status import KnownServer, find_known, known_mounts
 
 _ERRORS_KEPT = 10
@@ -60,7 +60,7 @@ class OpenFigures(Struct, frozen=True):
 
 
 def status_document(
-    state: MountState,
+    state: ServiceState,
     statistics: Statistics,
     opened: OpenFigures,
     memory: Mapping[str, int],

@@ -34,7 +34,7 @@ from bootseer.fuse.striped.mounted.status import FiguresWriter, Look, RecentErro
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.linux.processes import start_time
 from bootseer.served.control import ControlServer
-from bootseer.served.folders import read_state, write_state
+from bootseer.served.service import read_state, write_state
 from bootseer.served.supervision.supervisor import HANDED_OVER
 from bootseer.served.users import last_user
 from bootseer.store import open_backend

@@ -190,7 +190,7 @@ def test_other_users_state_is_not_acted_upon(own_world: World) -> None:
     world = own_world
     precious = world.path("precious")
     precious.mkdir()
-    planted = world.path("run/mounts/0123456789abcdef")
+    planted = world.path("run/services/0123456789abcdef")
     planted.mkdir(parents=True)
     document = (
         '{"id": "0123456789abcdef", "reference": "x", "index_digest": "x", "workload": "x", '

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.needs("mount", "fuse")
 
 PAGE = (REPOSITORY / "docs/launch-flow.md").read_text(encoding="utf-8")
 # There only for a moment, or long after a start.
-_PASSING = ("run_dir/publishing", "leases/", "used/")
+_PASSING = ("run_dir/services/ID-*", "leases/", "used/")
 _STORED = "bundles|blobs|chains|hot|hotsets|images|indexes|layers|snapshots|traces"
 # What stands for a name of which the page says only what it is.
 _NAMES = re.compile(r"ID-\*|\b(?:ID|P|NAME|HEX|INDEX|WORKLOAD|FINGERPRINT|JOB|ATTEMPT)\b")

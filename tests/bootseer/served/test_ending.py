@@ -13,8 +13,8 @@ from bootseer.linux.mount_table import find_mount
 from bootseer.linux.namespaces import mount_namespace
 from bootseer.linux.processes import ProcessId
 from bootseer.served.ending import make_own_scratch, sweep
-from bootseer.served.folders import MountState, is_alive, lock_new, new_mount_dir, write_state
 from bootseer.served.processes import ATTENDANT, start
+from bootseer.served.service import ServiceState, is_alive, lock_new, new_service_dir, write_state
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_channels, wait_for
 
@@ -26,10 +26,10 @@ def test_what_a_dead_server_has_mounted_elsewhere_stays_as_long_as_somebody_sees
     """The job still uses a view of its own after the kill of its server."""
     with subprocess.Popen(["unshare", "--mount", "sleep", "600"]) as job:
         wait_for(lambda: mount_namespace(job.pid) != mount_namespace(), "the mount namespace")
-        directory = new_mount_dir(tmp_path)
+        directory = new_service_dir(tmp_path)
         scratch = tmp_path / "scratch"
         scratch.mkdir()
-        state = MountState(
+        state = ServiceState(
             id=directory.name, reference="/env", index_digest="", workload="", directory="/none",
             pid=0, started_ns=1, purpose="link", scratch=str(scratch),
             mount_namespace=mount_namespace(job.pid),
@@ -82,7 +82,7 @@ def test_a_killed_server_that_waits_for_itself_is_freed_by_the_next_one(
     (source / "stick-once").mkdir(parents=True)
     (source / "small").write_bytes(b"small")
     (mountpoint := tmp_path / "mount").mkdir()
-    directory = new_mount_dir(tmp_path / "run")
+    directory = new_service_dir(tmp_path / "run")
     lock = lock_new(directory)
     command = [sys.executable, "-m", "testbed.mounts.flat_server", "supervise"]
     with subprocess.Popen(
@@ -96,7 +96,7 @@ def test_a_killed_server_that_waits_for_itself_is_freed_by_the_next_one(
         worker = ProcessId.of(int(children.read_text().split()[0]))
         mount = find_mount(mountpoint)
         assert mount is not None
-        state = MountState(
+        state = ServiceState(
             id=directory.name, reference="r", index_digest="", workload="", purpose="mount",
             directory=str(mountpoint), started_ns=1,
             pid=server.pid, pid_started=ProcessId.of(server.pid).started,

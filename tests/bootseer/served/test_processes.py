@@ -11,8 +11,8 @@ import pytest
 from msgspec import Struct
 
 from bootseer.errors import BootseerError, DeadlineError, NotFoundError, UnavailableError
-from bootseer.served.folders import log_path
 from bootseer.served.processes import Role, start
+from bootseer.served.service import log_path
 from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
 

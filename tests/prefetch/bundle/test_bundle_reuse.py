@@ -26,7 +26,7 @@ from bootseer.prefetch.bundle.similar import (
 from bootseer.prefetch.index.catalogue import read_tree
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.publish.publishing import wait_published
-from bootseer.served.folders import log_path
+from bootseer.served.service import log_path
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
 from testbed.images.building import Member, write_layout

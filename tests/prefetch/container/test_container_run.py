@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from bootseer.served.folders import MountState, live_mounts, mounts_dir
+from bootseer.served.service import ServiceState, live_mounts, services_dir
 from bootseer.settings.config import Settings
 from testbed.images.rootfs import python_root
 from testbed.mounts.image_mounts import (
@@ -223,7 +223,7 @@ while True:
         assert (out, process.returncode) == (f"got {int(signal.SIGTERM)}\n", 9), err
 
 
-def the_mount(node: ContainerNode) -> tuple[Path, MountState]:
+def the_mount(node: ContainerNode) -> tuple[Path, ServiceState]:
     """Return the only mount and its state once the servers of earlier containers have ended."""
     wait_for(lambda: len([*live_mounts(node.settings.run_dir)]) == 1, "the end of earlier servers")
     return next(iter(live_mounts(node.settings.run_dir)))
@@ -305,6 +305,6 @@ for _ in range(1500):
 """
     done = node.python(runtime, code)
     assert done.returncode == 0, done.stderr
-    wait_for(lambda: list(mounts_dir(node.settings.run_dir).iterdir()) == [])
+    wait_for(lambda: list(services_dir(node.settings.run_dir).iterdir()) == [])
     wait_for(lambda: not any((node.settings.cache_dir / "containers").iterdir()))
     assert node.python(runtime, "print(1)").stdout == "1\n"

@@ -22,13 +22,13 @@ from bootseer.prefetch.images.mount import (
 )
 from bootseer.prefetch.serve.plan import ServeOptions
 from bootseer.served.ending import sweep
-from bootseer.served.folders import (
-    MountState,
+from bootseer.served.service import (
+    ServiceState,
     is_alive,
     live_mounts,
     lock_new,
-    mounts_dir,
-    new_mount_dir,
+    new_service_dir,
+    services_dir,
     take_lock,
     write_state,
 )
@@ -125,7 +125,7 @@ def test_kill_9_of_everything_then_again(node: IndexedDirectory) -> None:
 def test_a_mount_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
     """Also between the creation of its lock and the locking, while others look at it."""
     settings = settings_at(tmp_path)
-    state_dir = new_mount_dir(settings.run_dir)
+    state_dir = new_service_dir(settings.run_dir)
     (state_dir / "lock").touch()
     assert sweep(settings.run_dir) == 0
     looking = take_lock(state_dir)
@@ -150,13 +150,13 @@ def test_one_folder_that_cannot_be_removed_is_said_once_and_keeps_no_other(
     (kept / "file").touch()
     scratches = []
     for number in range(3):
-        state_dir = new_mount_dir(settings.run_dir)
+        state_dir = new_service_dir(settings.run_dir)
         os.close(lock_new(state_dir))
         scratch = settings.cache_dir / "containers" / state_dir.name
         (scratch / "upper/folder").mkdir(parents=True)
         write_state(
             state_dir,
-            MountState(
+            ServiceState(
                 id=state_dir.name,
                 reference="image:1",
                 index_digest="",
@@ -207,7 +207,7 @@ def test_a_crash_of_the_machine(node: IndexedDirectory) -> None:
 
 
 def test_what_a_killed_publisher_left_is_removed(node: IndexedDirectory) -> None:
-    left = node.settings.run_dir / "publishing" / "0123-4567"
+    left = node.settings.run_dir / "services" / "0123-4567"
     left.mkdir(parents=True)
     (left / "job.json").write_text("{}")
     an_hour_ago_s = time.time() - 3600
@@ -238,7 +238,7 @@ def test_unmount_where_only_its_state_is_left(node: IndexedDirectory) -> None:
     directory = _with_a_dead_server(node)
     detach(directory, lazy=True)
     unmount_image(node.settings, directory)
-    wait_for(lambda: not any(mounts_dir(node.settings.run_dir).iterdir()))
+    wait_for(lambda: not any(services_dir(node.settings.run_dir).iterdir()))
     with pytest.raises(NotFoundError):
         unmount_image(node.settings, directory)
 

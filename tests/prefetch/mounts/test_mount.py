@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bootseer.fuse.kernel import control
 from bootseer.linux import mount_table
-from bootseer.served.folders import live_mounts
+from bootseer.served.service import live_mounts
 from testbed.images.rootfs import odd_tree
 from testbed.mounts.image_mounts import (
     checksums_in_child,

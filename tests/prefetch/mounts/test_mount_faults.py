@@ -9,7 +9,7 @@ from bootseer.blob.keys import blob_key
 from bootseer.errors import BusyError, CorruptError, NotFoundError
 from bootseer.linux import mount_table
 from bootseer.prefetch.images.mount import mount_image, unmount_image
-from bootseer.served.folders import live_mounts, log_path
+from bootseer.served.service import live_mounts, log_path
 from testbed.mounts.image_mounts import checksums_in_child, drop_cache, mounted
 from testbed.waiting import wait_for
 from tests.prefetch.mounts.conftest import IndexedDirectory, digest_of, read_hot

@@ -11,8 +11,8 @@ import pytest
 
 from bootseer.errors import BootseerError, NotFoundError, exit_code_of
 from bootseer.linux.processes import wait_readable
-from bootseer.served.folders import log_path, mounts_dir, read_state
 from bootseer.served.processes import TREE, start
+from bootseer.served.service import log_path, read_state, services_dir
 from testbed.mounts.image_mounts import bootseer, settings_at
 from testbed.waiting import wait_for
 
@@ -34,7 +34,7 @@ def test_a_server_that_nobody_needs_ends(tmp_path: Path) -> None:
         assert _children() - before
     assert not _children() - before
     assert log_path(settings.run_dir, process.identity).stat().st_mode & 0o777 == 0o600
-    assert not mounts_dir(settings.run_dir).exists()
+    assert not services_dir(settings.run_dir).exists()
 
 
 def test_a_server_ends_with_whoever_began_it(tmp_path: Path) -> None:
@@ -90,7 +90,8 @@ def test_an_image_that_is_not_there_leaves_no_server(tmp_path: Path) -> None:
     done = bootseer(settings, "run", "--image", "nobody:1", "--", "true")
     assert done.returncode == exit_code_of(NotFoundError(""))
     assert not _children() - before
-    assert not mounts_dir(settings.run_dir).exists()
+    # Beside the folder of the attendant.
+    assert not any(services_dir(settings.run_dir).glob("[0-9a-f]" * 16))
 
 
 def test_no_folder_for_its_log(tmp_path: Path) -> None:

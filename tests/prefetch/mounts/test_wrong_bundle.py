@@ -12,7 +12,7 @@ from bootseer.prefetch.bundle.format import write_bundle
 from bootseer.prefetch.bundle.hot_store import HotPointer
 from bootseer.prefetch.index.catalogue import read_tree
 from bootseer.prefetch.publish.publishing import wait_published
-from bootseer.served.folders import log_path
+from bootseer.served.service import log_path
 from bootseer.store import Store, open_store
 from testbed.mounts.image_mounts import checksums_in_child, drop_cache, mounted
 from testbed.waiting import wait_for

@@ -21,7 +21,7 @@ def publish(*arguments):
 publish_image.publish_node_image = publish
 publishing.start_image_publisher(settings, "sha256:" + "7" * 64)
 assert publishing.wait_published(settings, 30)
-assert not list(publishing.publishing_dir(settings).iterdir())
+assert not list((settings.run_dir / "services").iterdir())
 print((settings.run_dir / "niceness").read_text())
 """
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.linux.private_files import make_private_directory
 from bootseer.prefetch.bundle import hot_store
-from bootseer.prefetch.publish.publishing import publishing_dir, wait_published
-from bootseer.served.folders import take_lock
+from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.served.service import new_service_dir, services_dir, take_lock
 from bootseer.store import open_store
 from testbed.mounts.image_mounts import (
     checksums_in_child,
@@ -61,12 +60,11 @@ def test_a_bundle_that_is_mostly_wasted_shrinks(tmp_path: Path) -> None:
 
 def test_a_publisher_that_ends_meanwhile_does_not_hide_another_one(tmp_path: Path) -> None:
     settings = settings_at(tmp_path)
-    busy = publishing_dir(settings) / "busy"
-    make_private_directory(busy)
+    busy = new_service_dir(settings.run_dir, "busy-00000000")
     lock = take_lock(busy)
     # Names of removed folders: a stat of one may end after the listing.
     for number in range(20):
-        (publishing_dir(settings) / f"gone-{number}").symlink_to(tmp_path / "gone")
+        (services_dir(settings.run_dir) / f"gone-{number:08}").symlink_to(tmp_path / "gone")
     assert not wait_published(settings, 0)
     os.close(lock)
     assert wait_published(settings, 0)

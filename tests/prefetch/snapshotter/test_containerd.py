@@ -19,7 +19,7 @@ from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.index.chains import chain_ids
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.publish.publishing import wait_published
-from bootseer.served.folders import live_mounts
+from bootseer.served.service import live_mounts
 from bootseer.store import open_store
 from testbed.containers.containerd_images import add_image, layers, shell_layer
 from testbed.containers.containerd_node import ContainerdNode

@@ -7,17 +7,15 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import NotFoundError
-from bootseer.linux.private_files import private_directory
 from bootseer.prefetch.index.catalogue import list_images, load_tree
 from bootseer.prefetch.index.chains import chain_ids, read_chain
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.publish.publishing import (
-    publishing_dir,
     start_chain_publisher,
     wait_published,
 )
 from bootseer.prefetch.sources.files import open_content
-from bootseer.served.folders import take_lock
+from bootseer.served.service import new_service_dir, take_lock
 from bootseer.store import open_store
 from testbed.containers.containerd_images import add_image, layers
 from testbed.containers.containerd_node import ContainerdNode
@@ -97,7 +95,7 @@ def test_it_is_as_if_it_were_indexed_by_name(content: LayoutBuilder, tmp_path: P
 
 def test_one_image_after_the_other(content: LayoutBuilder, tmp_path: Path) -> None:
     settings = settings_at(tmp_path / "node")
-    lock = take_lock(private_directory(publishing_dir(settings) / "chain-other"))
+    lock = take_lock(new_service_dir(settings.run_dir, "chain-other"))
     assert not start_chain_publisher(settings, content.directory, top_chain("train"))
     os.close(lock)
     assert start_chain_publisher(settings, content.directory, top_chain("train"))
@@ -114,7 +112,7 @@ def test_what_containerd_lacks_is_not_indexed(content: LayoutBuilder, tmp_path: 
     assert "nothing of this start is published: " in log
     with open_store(settings.store_url) as store:
         assert list(list_images(store)) == []
-    assert list(publishing_dir(settings).iterdir()) == []
+    assert list((settings.run_dir / "services").iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", ["other", "{", "no manifest", "fifo"])

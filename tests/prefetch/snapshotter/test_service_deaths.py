@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.fuse.kernel.unmount import detach
-from bootseer.served.folders import live_mounts
+from bootseer.served.service import live_mounts
 from testbed.containers.containerd_node import ContainerdNode
 from testbed.images.building import digest
 from testbed.mounts.image_mounts import checksums_in_child
@@ -59,7 +59,7 @@ def test_a_dead_server_is_not_taken_for_alive_while_it_is_tidied_away(
 _HOLD = """
 import sys, time
 from pathlib import Path
-from bootseer.served.folders import take_lock
+from bootseer.served.service import take_lock
 while True:
     try:
         lock = take_lock(Path(sys.argv[1]), create=False)

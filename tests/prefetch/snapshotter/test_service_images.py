@@ -12,7 +12,7 @@ from bootseer.prefetch.index.chains import chain_ids, chain_key, publish_chain_i
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL, WORKLOAD_LABEL
 from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED
-from bootseer.served.folders import live_mounts, log_path
+from bootseer.served.service import live_mounts, log_path
 from bootseer.served.status import known_servers
 from bootseer.store import open_store
 from testbed.containers.containerd_node import ContainerdNode

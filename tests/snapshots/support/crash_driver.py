@@ -16,8 +16,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
-from bootseer.served.folders import mounts_dir
 from bootseer.served.overlays import overlay_at
+from bootseer.served.service import services_dir
 from bootseer.served.users import has_users
 from bootseer.settings.config import Settings, load_settings
 from bootseer.snapshots import catalogue
@@ -219,7 +219,7 @@ def restore_mounted(top: Path, wanted: int, mode: str = "mount") -> None:
             unmount()
             killed = run_in_child(run, point) is None
             cover = overlay_at(target)
-            if cover is not None and has_users(mounts_dir(node.run_dir) / cover.id):
+            if cover is not None and has_users(services_dir(node.run_dir) / cover.id):
                 assert differences(original, describe(target)) == [], point
             elif cover is not None and point % 2:
                 # An unfinished mount is removed by its server, unless the next run does so first.

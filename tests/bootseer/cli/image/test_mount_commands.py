@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.linux import mount_table
-from bootseer.served.folders import live_mounts
+from bootseer.served.service import live_mounts
 from bootseer.settings.config import Settings
 from testbed.mounts.image_mounts import (
     bootseer,

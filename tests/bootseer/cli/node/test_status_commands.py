@@ -21,11 +21,11 @@ from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
 from bootseer.fuse.striped.mounted.server import serve_checkpoints
 from bootseer.linux import mount_table, namespaces
 from bootseer.prefetch.images.mount import mount_image
-from bootseer.served.folders import (
+from bootseer.served.service import (
     PUBLISH,
-    MountState,
-    mounts_dir,
-    new_mount_dir,
+    ServiceState,
+    new_service_dir,
+    services_dir,
     take_lock,
     write_state,
 )
@@ -83,7 +83,7 @@ def _status(node: Settings) -> list[dict[str, Any]]:
     return [one for one in entries if one["pid"] or any(p.startswith(top) for p in one["where"])]
 
 
-def _mount_image(node: Settings, directory: Path) -> MountState:
+def _mount_image(node: Settings, directory: Path) -> ServiceState:
     source = directory.parent / "source"
     source.mkdir()
     (source / "file").write_text("content")
@@ -109,12 +109,11 @@ def test_all_that_is_served_here(node: Settings, tmp_path: Path) -> None:
         (target / "file").unlink()
         mode = {"mounted": "mount", "linked": "link"}[name]
         _bootseer(node, "snapshot", "restore", key, "--mode", mode)
-    publishing = node.run_dir / "publishing/record-00000000"
-    publishing.mkdir(parents=True)
+    publishing = new_service_dir(node.run_dir, "record-00000000")
     lock = take_lock(publishing)
     write_state(
         publishing,
-        MountState("record", "image:1", "", "", "", os.getpid(), time.time_ns(), PUBLISH),
+        ServiceState("record", "image:1", "", "", "", os.getpid(), time.time_ns(), PUBLISH),
     )
 
     found = {one["kind"]: one for one in _status(node)}
@@ -204,7 +203,7 @@ def test_a_linked_environment_whose_keeper_was_killed(node: Settings, tmp_path: 
     (target / "file").unlink()
     _bootseer(node, "snapshot", "restore", key, "--mode", "link")
     (before,) = _status(node)
-    add_user(mounts_dir(node.run_dir) / Path(before["log"]).stem, os.getpid())
+    add_user(services_dir(node.run_dir) / Path(before["log"]).stem, os.getpid())
     os.kill(before["pid"], signal.SIGKILL)
     wait_for(lambda: _status(node)[0]["health"] == "degraded", "what is wrong")
     (after,) = _status(node)
@@ -273,7 +272,7 @@ def test_two_users_see_of_each_other_what_is_mounted(node: Settings, tmp_path: P
         try:
             wait_for(lambda: mount_table.find_mount(home / "mnt") is not None, "the other's mount")
             # Until INIT is answered every look at it waits.
-            wait_for(lambda: list((home / "run/mounts").glob("*/control")), "its server")
+            wait_for(lambda: list((home / "run/services").glob("*/control")), "its server")
             found = {one["where"][0]: one for one in _status(node)}
             assert (found[other]["health"], found[other]["pid"]) == ("unknown", None)
             assert f"user {_NOBODY}'s" in found[other]["problem"]
@@ -288,5 +287,5 @@ def test_two_users_see_of_each_other_what_is_mounted(node: Settings, tmp_path: P
 
 
 def test_a_server_that_is_still_waited_for_has_no_row(node: Settings) -> None:
-    os.close(take_lock(new_mount_dir(node.run_dir)))
+    os.close(take_lock(new_service_dir(node.run_dir)))
     assert _status(node) == []

@@ -23,7 +23,7 @@ from bootseer.fuse.kernel.unmount import detach
 from bootseer.kubernetes.csi.service import IDENTITY, MESSAGES, METHODS, NODE
 from bootseer.linux import mount_table
 from bootseer.linux.processes import start_time
-from bootseer.served.folders import MountState, live_mounts
+from bootseer.served.service import ServiceState, live_mounts
 from bootseer.settings.config import Settings
 from bootseer.snapshots.archive import create_snapshot
 from testbed.mounts.image_mounts import TIMEOUT_S, settings_at
@@ -164,7 +164,7 @@ class Kubelet(Closing):
         target = str(self.target(pod))
         return self.call("NodeGetVolumeStats", volume_id=f"csi-{pod}", volume_path=target)
 
-    def servers(self) -> list[MountState]:
+    def servers(self) -> list[ServiceState]:
         """Return the servers of this node, the oldest first."""
         return [state for _, state in live_mounts(self.settings.run_dir)]
 

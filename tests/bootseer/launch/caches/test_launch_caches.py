@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.launch.caches.records import records
-from bootseer.served.folders import attendants
+from bootseer.served.service import attendants
 from testbed.node import Completed, Node, attribute, node_at
 from testbed.users import folder_for_all_users, unprivileged
 from testbed.waiting import wait_for

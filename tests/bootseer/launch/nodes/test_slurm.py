@@ -18,7 +18,7 @@ from bootseer.fuse.striped.mounted.mount import (
 )
 from bootseer.launch.slurm import job_of, requested_checkpoints, tidy
 from bootseer.linux.processes import ProcessId
-from bootseer.served.folders import is_alive
+from bootseer.served.service import is_alive
 from bootseer.settings.config import Settings, load_config
 from testbed.mounts.fuse_mount import clear_mount
 from testbed.needs import require

@@ -205,7 +205,7 @@ def test_another_users_start_has_its_own(job: _Job) -> None:
     """A start does not rely on the statements of another user's server."""
     job.start("true")
     server = job.server()
-    (state,) = (one.parent / "state.json" for one in job.node.base.glob("run/mounts/*/root"))
+    (state,) = (one.parent / "state.json" for one in job.node.base.glob("run/services/*/root"))
     os.chown(state, 12345, 12345)
     try:
         command = (*job.options(linger="off"), "--", "cat", "/etc/passwd")

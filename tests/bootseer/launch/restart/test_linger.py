@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from bootseer.linux.private_files import private_directory
 from bootseer.linux.processes import wait_readable
-from bootseer.served.folders import ATTENDING, MountState, lock_new, starts_dir, write_state
+from bootseer.served.service import ATTENDING, ServiceState, lock_new, new_service_dir, write_state
 from testbed.needs import require
 from testbed.node import Node, attribute, wait_for_file
 from testbed.waiting import wait_for
@@ -117,9 +116,9 @@ def test_a_start_that_mounts_nothing_lets_go_of_all(one: Node) -> None:
 
 def test_a_process_with_the_number_of_a_lingering_one_is_left_alone(node: Node) -> None:
     """Containers with PID namespaces of their own may share the run folder."""
-    folder = private_directory(starts_dir(node.base / "run") / "stranger")
+    folder = new_service_dir(node.base / "run", "start-stranger")
     with subprocess.Popen(["sleep", "600"]) as stranger:
-        state = MountState(
+        state = ServiceState(
             id=folder.name,
             reference="job",
             index_digest="",

@@ -24,7 +24,7 @@ def _kill_a_start(node: Node, note: str) -> Path:
     )
     assert job.stdout is not None
     assert job.stdout.readline() == "began\n"
-    timelines = node.base / "run/starts"
+    timelines = node.base / "run/services"
     wait_for(lambda: any(timelines.glob("*/*.taken")), "the publisher")
     for pid in node.processes():
         os.kill(pid, signal.SIGKILL)

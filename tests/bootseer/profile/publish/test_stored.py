@@ -140,7 +140,7 @@ def test_a_start_is_in_the_store_while_its_job_runs(tmp_path: Path) -> None:
             job.wait(60)
         node.wait_clean()
         # The folder in which launchers leave notes goes with the last.
-        assert not any((node.base / "run" / "starts").iterdir())
+        assert not any((node.base / "run" / "services").iterdir())
 
 
 def test_a_rank_that_starts_again_takes_the_place_of_its_first_start(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_rank_that_starts_again_may_have_a_timeline_of_as_many_bytes(tmp_path:
 
 def test_what_killed_publishers_left_goes(tmp_path: Path) -> None:
     with node_at(tmp_path / "node", (tmp_path / "store").as_uri()) as node:
-        left = node.base / "run" / "starts" / "0123456789abcdef"
+        left = node.base / "run" / "services" / "start-0123456789abcdef"
         left.mkdir(parents=True, mode=0o700)
         (node.base / "run").chmod(0o700)
         (left / "lock").touch()

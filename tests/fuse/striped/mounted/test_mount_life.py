@@ -20,7 +20,7 @@ from bootseer.fuse.striped.mounted.mount import (
 )
 from bootseer.fuse.striped.tools.copy import copy_in, copy_out, open_storage
 from bootseer.linux.processes import ProcessId, start_time
-from bootseer.served.folders import mounts_dir
+from bootseer.served.service import services_dir
 from bootseer.store import open_backend
 from bootseer.store.local.backend import LocalBackend
 from testbed.mounts.fuse_mount import abort, check_python, mounted, run
@@ -76,7 +76,7 @@ def test_kill_9_of_the_server_in_a_save(tmp_path: Path, mountpoint: Path, url: s
         assert run(["stat", mountpoint / "old"]).returncode != 0
         end(writer)
         unmount_checkpoints(mount.run_dir, mountpoint, timeout_s=1.0)
-        assert not list(mounts_dir(mount.run_dir).iterdir())
+        assert not list(services_dir(mount.run_dir).iterdir())
     assert_only_the_old_file(tmp_path, url)
     with contextlib.closing(open_backend(url)) as backend:
         assert find_garbage(backend, "")

@@ -15,7 +15,7 @@ from bootseer.fuse.striped.mounted.mount import (
     mount_spec,
 )
 from bootseer.linux.processes import start_time
-from bootseer.served.folders import read_state
+from bootseer.served.service import read_state
 from bootseer.settings.config import Settings, load_config
 from testbed.mounts.fuse_mount import clear_mount, run
 

@@ -1,17 +1,20 @@
-"""Folder of each server on this node, under `run_dir/mounts`, which exists while the server lives.
+"""Folders of services: one under `run_dir/services` per server, attendant and publisher.
 
-Only this module defines its layout: `state.json` (a `MountState`), `control` (the server's socket),
-and `lock`, which a process of the server holds as long as it lives. A folder whose lock is free
-belongs to a dead server; `ending` removes it. Edge module; any thread.
+Only this module defines its layout: `state.json` (a `ServiceState`), `control` (the server's
+socket), `users` (`served.users`), and `lock`, which a process of the service holds as long as it
+lives. A folder whose lock is free belongs to a dead service; `ending` removes it, unless it is a
+start's: its notes are for the attendant, which removes it later. `hold_folder` is the life of a
+server in its folder. Edge module; any thread.
 """
 
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.base.documents import DocumentFormat
 from bootseer.errors import from_oserror
@@ -38,12 +41,15 @@ VOLUME = "volume"
 """Purpose of a tree that volumes of pods show."""
 
 _STATE = "state.json"
+_WITHOUT_MOUNT = (ATTENDING, PUBLISH)
+START_PREFIX = "start-"
+"""Begin of the name of a start's folder."""
 # `is_alive` holds a lock for the time of one system call.
 _PROBE_MAX_S = 2.0
 
 
-class MountState(Struct, frozen=True):
-    """Contents of `state.json`: the description of one server's mount."""
+class ServiceState(Struct, frozen=True):
+    """Contents of `state.json`: the description of a service."""
 
     id: str
     reference: str
@@ -92,7 +98,7 @@ class MountState(Struct, frozen=True):
         return self.process, ProcessId(self.worker_pid, self.worker_started)
 
 
-_STATE_FORM: DocumentFormat[MountState] = DocumentFormat(type=MountState, size_max=1 << 20)
+_STATE_FORM: DocumentFormat[ServiceState] = DocumentFormat(type=ServiceState, size_max=1 << 20)
 
 
 def new_identity() -> str:
@@ -100,14 +106,14 @@ def new_identity() -> str:
     return os.urandom(8).hex()
 
 
-def mounts_dir(run_dir: Path) -> Path:
-    """Return the parent of the servers' folders."""
-    return run_dir / "mounts"
+def services_dir(run_dir: Path) -> Path:
+    """Return the parent of the services' folders."""
+    return run_dir / "services"
 
 
-def starts_dir(run_dir: Path) -> Path:
-    """Return the parent of the starts' folders, each with its attendant's lock and state."""
-    return run_dir / "starts"
+def start_folders(run_dir: Path) -> list[Path]:
+    """Return the folders of starts, with the notes of their launchers."""
+    return sorted(services_dir(run_dir).glob(f"{START_PREFIX}*"))
 
 
 def log_path(run_dir: Path, identity: str) -> Path:
@@ -115,9 +121,9 @@ def log_path(run_dir: Path, identity: str) -> Path:
     return run_dir / "logs" / f"{identity}.log"
 
 
-def new_mount_dir(run_dir: Path, identity: str | None = None) -> Path:
+def new_service_dir(run_dir: Path, identity: str | None = None) -> Path:
     """Make a folder for a server, named by the mount's identity. Raises: BootseerError."""
-    return private_directory(mounts_dir(run_dir) / (identity or new_identity()))
+    return private_directory(services_dir(run_dir) / (identity or new_identity()))
 
 
 # ---- the lock ---------------------------------------------------------------------------------
@@ -167,40 +173,42 @@ def wait_released(directory: Path, timeout_s: float) -> bool:
 # ---- the state --------------------------------------------------------------------------------
 
 
-def write_state(directory: Path, state: MountState) -> None:
+def write_state(directory: Path, state: ServiceState) -> None:
     """Replace the state of a server in one step. Raises: BootseerError."""
     try:
         write_private_file(directory / _STATE, _STATE_FORM.encode(state))
     except OSError as error:
-        raise from_oserror(error, f"write the state of the mount to {directory}") from error
+        raise from_oserror(error, f"write the state of the service to {directory}") from error
 
 
-def read_state(directory: Path) -> MountState | None:
+def read_state(directory: Path) -> ServiceState | None:
     """Return the state of a server; None if it is missing, cannot be read, or is another user's."""
     return read_private_file(directory / _STATE, _STATE_FORM)
 
 
-def live_mounts(run_dir: Path) -> Iterator[tuple[Path, MountState]]:
-    """Yield the folder and state of each living server, the oldest first."""
-    yield from _servers(mounts_dir(run_dir), alive=True)
+def live_mounts(run_dir: Path) -> Iterator[tuple[Path, ServiceState]]:
+    """Yield the folder and state of each living server of a mount, the oldest first."""
+    yield from _services(run_dir, lambda state: state.purpose not in _WITHOUT_MOUNT, alive=True)
 
 
-def attendants(run_dir: Path) -> Iterator[tuple[Path, MountState]]:
+def attendants(run_dir: Path) -> Iterator[tuple[Path, ServiceState]]:
     """Yield the folder and state of each start whose attendant lives, the oldest first."""
-    yield from _servers(starts_dir(run_dir), alive=True)
+    yield from _services(run_dir, lambda state: state.purpose == ATTENDING, alive=True)
 
 
-def dead_mounts(run_dir: Path) -> Iterator[tuple[Path, MountState]]:
-    """Yield the folder and state of each dead server that was not swept yet, the oldest first."""
-    yield from _servers(mounts_dir(run_dir), alive=False)
+def dead_mounts(run_dir: Path) -> Iterator[tuple[Path, ServiceState]]:
+    """Yield the folder and state of each dead server of a mount, the oldest first."""
+    yield from _services(run_dir, lambda state: state.purpose not in _WITHOUT_MOUNT, alive=False)
 
 
-def _servers(parent: Path, *, alive: bool) -> list[tuple[Path, MountState]]:
+def _services(
+    run_dir: Path, matches: Callable[[ServiceState], bool], *, alive: bool
+) -> list[tuple[Path, ServiceState]]:
     found = []
     with contextlib.suppress(FileNotFoundError):
-        for directory in parent.iterdir():
+        for directory in services_dir(run_dir).iterdir():
             state = read_state(directory)
-            if state is not None and is_alive(directory) is alive:
+            if state is not None and matches(state) and is_alive(directory) is alive:
                 found.append((directory, state))
     return sorted(found, key=lambda pair: pair[1].started_ns)
 
@@ -208,18 +216,18 @@ def _servers(parent: Path, *, alive: bool) -> list[tuple[Path, MountState]]:
 # ---- the end ----------------------------------------------------------------------------------
 
 
-def remove_mount_dir(directory: Path) -> None:
+def remove_service_dir(directory: Path) -> None:
     """Remove a server's folder, as the holder of its lock. Never raises.
 
     The lock is removed last, so that `wait_released` returns when all is gone.
     """
     with contextlib.suppress(OSError):
-        empty_mount_dir(directory)
+        empty_service_dir(directory)
         (directory / "lock").unlink(missing_ok=True)
         directory.rmdir()
 
 
-def empty_mount_dir(directory: Path, *kept: str) -> None:
+def empty_service_dir(directory: Path, *kept: str) -> None:
     """Remove the contents of a server's folder except the lock and `kept`. Raises: OSError."""
     for path in directory.iterdir():
         if path.name not in ("lock", *kept):
@@ -228,3 +236,61 @@ def empty_mount_dir(directory: Path, *kept: str) -> None:
                     remove_tree(path)
                 else:
                     path.unlink()
+
+
+# ---- a server in its folder -------------------------------------------------------------------
+
+
+class HeldFolder(Struct, frozen=True):
+    """The state of a living server, and the lock of its folder."""
+
+    state: ServiceState
+    lock: int
+    """Descriptor that holds the lock."""
+
+
+@contextlib.contextmanager
+def hold_folder(
+    directory: Path, state: ServiceState, lock: int | None = None, *, sweeps: bool = True
+) -> Iterator[HeldFolder]:
+    """Hold the folder of a server, this process: lock it and write `state` to it.
+
+    At the begin, what dead servers left is removed, unless the caller `sweeps` itself. At the end,
+    this server's overlays, its scratch folder and the folder are removed; the state stays if it
+    says what was lost. `lock` is the descriptor of a server that this process replaces. Raises:
+    BootseerError.
+    """
+    # Imported here, since a process that waits for its plan does not need them.
+    from bootseer.linux.namespaces import mount_namespace
+    from bootseer.served import ending
+    from bootseer.served.overlays import unmount_overlays
+
+    is_new = lock is None
+    try:
+        lock = lock_new(directory) if lock is None else lock
+    except OSError as error:
+        raise from_oserror(error, f"lock {directory}") from error
+    try:
+        if is_new:
+            if sweeps:
+                ending.sweep(directory.parent.parent)
+            state = replace(
+                state,
+                pid=os.getpid(),
+                pid_started=ProcessId.of(os.getpid()).started,
+                mount_namespace=mount_namespace(),
+            )
+            write_state(directory, state)
+        yield HeldFolder(state, lock)
+    finally:
+        unmount_overlays(state.id)
+        if state.scratch:
+            ending.remove_scratch(Path(state.scratch))
+        last = read_state(directory)
+        if last is not None and last.unwritten:
+            with contextlib.suppress(OSError):
+                empty_service_dir(directory, "state.json")
+        else:
+            # The folder last: as long as it exists, the mount has not ended completely.
+            remove_service_dir(directory)
+        os.close(lock)
