@@ -51,6 +51,7 @@ from bootseer.served.ready_socket import add_ready_names
 from bootseer.served.service import RUN, is_alive, new_service_dir
 from bootseer.served.users import join, lingering_mounts
 from bootseer.settings.config import Settings
+from bootseer.timeline.otlp import LIVE
 
 if TYPE_CHECKING:
     from bootseer.prefetch.container.extracted import ExtractedImage
@@ -59,8 +60,6 @@ _log = logging.getLogger(__name__)
 
 CHROOT, RUNC = RUNTIMES = ("chroot", "runc")
 """Programs that start a job in the root: chroot by this process, without isolation; or runc."""
-LIVE = "live"
-"""Value of `Container.how` for a tree that had stayed mounted after an earlier start."""
 
 
 class Container(Struct):
@@ -78,7 +77,8 @@ class Container(Struct):
     """Program that starts the job, one of `RUNTIMES`."""
     binds: list[Bind] = field(default_factory=list)
     how: str = ""
-    """Origin of its tree: "mounted", "changed" (mounted although another tree lingers), or LIVE."""
+    """Origin of its tree: "mounted", "changed" (mounted although another tree lingers), or LIVE
+    (still mounted from an earlier start)."""
     lingers: bool = False
     """Whether later containers may use the same tree, each with a scratch folder of its own."""
     entered: bool = False
