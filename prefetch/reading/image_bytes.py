@@ -13,17 +13,14 @@ If the disk takes no more, the latest frames are kept in memory. `ImageBytes` is
 wait has a deadline.
 """
 
-import contextlib
 import logging
 import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from operator import attrgetter
 from typing import TypeAlias
-
-from msgspec import Struct
 
 from bootseer.blob.frames import decode_frame, frames_for
 from bootseer.blob.keys import blob_key
@@ -32,7 +29,13 @@ from bootseer.errors import BootseerError, CorruptError, DeadlineError, Unavaila
 from bootseer.prefetch.bundle.file import BundleFile, BundleFiles
 from bootseer.prefetch.bundle.replay import BundleReplay
 from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
-from bootseer.prefetch.reading.fault_figures import FaultRecorder, SourceFigures
+from bootseer.prefetch.reading.faults import (
+    Budget,
+    FaultRecorder,
+    LateRanges,
+    ReadAheadPolicy,
+    SourceFigures,
+)
 from bootseer.prefetch.reading.registry import Repair, Repairs
 from bootseer.transfer.chunks import ChunkFetcher, Reader
 from bootseer.transfer.policy import REQUEST, UNTIL_DEADLINE
@@ -57,46 +60,9 @@ _BUNDLE_S_MAX = 10.0
 long hangs."""
 _STORE_SHARE = 2 / 3
 """Share of a read's deadline for the store, if there is a registry: enough for two attempts."""
-_AHEAD_FRAMES_MAX = 16
-"""2 MiB of a file that is read from start to end: hides 10 ms of latency at 200 MB/s."""
-_READERS_MAX = 1024
-_REPEATED_S = 1.0
-"""Time for which a range that could not be read fails at once: the kernel repeats a failed request
-within milliseconds."""
-_RANGES_MAX = 64
-"""The most such ranges that are remembered: more than the server threads can have under way."""
-
 Buffer: TypeAlias = bytes | memoryview
 Range: TypeAlias = tuple[int, int, int]
 """Number of a blob, offset in its stream, length."""
-
-
-class Budget:
-    """Rest of a read's deadline: the time that it may still wait without any bytes.
-
-    For one thread.
-    """
-
-    def __init__(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
-        self.left_s = deadline_s
-        """Seconds; 0 when it is used up."""
-
-    @contextlib.contextmanager
-    def spending(self, limit_s: float) -> Iterator[float]:
-        """Charge the time that the body takes, at most `limit_s`, which the body gets.
-
-        The body must not wait longer than `limit_s` without bytes.
-        """
-        start_s = time.monotonic()
-        try:
-            yield limit_s
-        finally:
-            self.left_s -= min(time.monotonic() - start_s, limit_s)
-
-    def restart(self) -> None:
-        """Restore the full deadline, because bytes have arrived."""
-        self.left_s = self._deadline_s
 
 
 class ImageBytes:
@@ -144,9 +110,9 @@ class ImageBytes:
         self._repairs = Repairs(repair)
         self._has_repair = repair is not None
         self._on_refuted = on_refuted
-        self._late = _LateRanges()
+        self._late = LateRanges()
         self._memory = _FrameMemory(_MEMORY_BYTES)
-        self._ahead = _ReadAheadPolicy()
+        self._ahead = ReadAheadPolicy()
         self._bundles = BundleFiles(self._refuted)
         self._looked_up = threading.Event()
         self._looked_up.set()
@@ -557,40 +523,6 @@ class ImageBytes:
             stream.close(durable=durable)
 
 
-class _Late(Struct, frozen=True):
-    blob: int
-    start: int
-    end: int
-    until_s: float
-    error: BootseerError
-
-
-class _LateRanges:
-    """Ranges whose last read has just ended at its deadline. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._ranges: list[_Late] = []
-        self._lock = threading.Lock()
-
-    def note(self, blob: int, offset: int, length: int, error: BootseerError) -> None:
-        """Note that a read of this range has ended at its deadline."""
-        now_s = time.monotonic()
-        late = _Late(blob, offset, offset + length, now_s + _REPEATED_S, error)
-        with self._lock:
-            self._ranges = [one for one in self._ranges if one.until_s > now_s][-_RANGES_MAX:]
-            self._ranges.append(late)
-
-    def check(self, blob: int, offset: int, length: int) -> None:
-        """Raise DeadlineError if the range overlaps one that was noted a moment ago."""
-        if not self._ranges:
-            return
-        now_s = time.monotonic()
-        for one in tuple(self._ranges):
-            overlaps = one.start < offset + length and offset < one.end
-            if one.blob == blob and overlaps and one.until_s > now_s:
-                raise DeadlineError(str(one.error))
-
-
 class _FrameMemory:
     """The latest decoded frames, for a node whose disk takes no more. Thread-safe."""
 
@@ -619,37 +551,3 @@ class _FrameMemory:
             return None
         with self._lock:
             return self._frames.get((blob, number))
-
-
-class _SequentialReader(Struct):
-    """Progress of a file that is read from start to end."""
-
-    next_frame: int
-    window: int
-
-
-class _ReadAheadPolicy:
-    """Choice of the frames that are fetched ahead of a reader. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._readers: OrderedDict[int, _SequentialReader] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def frames_for(self, reader: int, first: int, after: int, last: int) -> range:
-        """Return the frames to fetch ahead of a reader that has a fault on `[first, after)`.
-
-        `last` is the end of the frames of the reader's file.
-        """
-        with self._lock:
-            state = self._readers.pop(reader, None)
-            if state is None or not state.next_frame - state.window <= first <= state.next_frame:
-                state = _SequentialReader(after, 0)
-            else:
-                state.window = min(max(2 * state.window, 1), _AHEAD_FRAMES_MAX)
-            self._readers[reader] = state
-            while len(self._readers) > _READERS_MAX:
-                self._readers.popitem(last=False)
-            start = max(after, state.next_frame)
-            stop = min(after + state.window, last) if state.window else start
-            state.next_frame = max(state.next_frame, start, stop)
-            return range(start, stop)

@@ -11,7 +11,7 @@ from bootseer.base.exposition import Family, Sample, one
 from bootseer.base.exposition import render as render_families
 from bootseer.prefetch.bundle.accuracy import BundleAccuracy
 from bootseer.prefetch.bundle.replay import BundleReplay
-from bootseer.prefetch.reading.fault_figures import BUCKETS_S, FaultFigures, SourceFigures
+from bootseer.prefetch.reading.faults import BUCKETS_S, FaultFigures, SourceFigures
 from bootseer.transfer.figures import FetchStatistics
 
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from bootseer.prefetch.reading.fault_figures import BUCKETS_S, FaultRecorder
+from bootseer.prefetch.reading.faults import BUCKETS_S, FaultRecorder
 from bootseer.prefetch.serve.figures import (
     FillFigures,
     LaunchFigures,

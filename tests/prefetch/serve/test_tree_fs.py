@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
 from bootseer.fuse.kernel.operations import Caller
-from bootseer.prefetch.reading.image_bytes import Budget, ImageBytes
+from bootseer.prefetch.reading.faults import Budget
+from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.prefetch.serve.tree_fs import TreeFileSystem
 
 STREAM = bytes(i * 13 % 253 + 1 for i in range(40_000))

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bootseer.fuse.striped.mounted.status import Look, OpenFigures, render_mount
 from bootseer.fuse.striped.statistics import Statistics
-from bootseer.prefetch.reading.fault_figures import FaultRecorder
+from bootseer.prefetch.reading.faults import FaultRecorder
 from bootseer.prefetch.serve import figures as of_images
 from bootseer.profile.publish.start_figures import render_start
 from bootseer.timeline.otlp import PROCESS, ROLE, Stage, Value
