@@ -112,7 +112,9 @@ def _table(kind: Any) -> Iterator[str]:
     yield "| key | value | meaning |"
     yield "|---|---|---|"
     for key, value, text in rows(kind):
-        yield f"| `{key}` | {value} | {text[:1].lower() + text[1:].removesuffix('.')} |"
+        if text[1:2].islower():
+            text = text[:1].lower() + text[1:]
+        yield f"| `{key}` | {value} | {text.removesuffix('.')} |"
     yield ""
 
 
