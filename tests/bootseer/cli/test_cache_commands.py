@@ -66,7 +66,7 @@ def test_a_snapshot_is_no_cache(own_world: World) -> None:
     created = own_world("snapshot", "create", "--target", "src", "--json").json
     refused = own_world("cache", "delete", created["fingerprint"])
     assert refused.code == 10
-    assert "no kept cache" in refused.err
+    assert "not a kept cache" in refused.err
 
 
 def test_an_unknown_cache_is_refused_with_those_there_are(own_world: World, torch: Path) -> None:
