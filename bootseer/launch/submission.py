@@ -79,7 +79,7 @@ def _by_store(settings: Settings, key: str) -> str:
     from bootseer.store import open_backend
     from bootseer.store.objects.lease import agree_on_token
 
-    def is_over(token: str) -> bool:
+    def is_used(token: str) -> bool:
         return _had_before(settings, token[:_NAME_LENGTH])
 
     def ask() -> bytes:
@@ -87,7 +87,7 @@ def _by_store(settings: Settings, key: str) -> str:
         try:
             with contextlib.closing(open_backend(settings.store_url, deadline_s=_DEADLINE_S)) as at:
                 token = agree_on_token(
-                    at, lease, ttl_s=_TOGETHER_S, owner=settings.node, is_over=is_over
+                    at, lease, ttl_s=_TOGETHER_S, owner=settings.node, is_used=is_used
                 )
         except Exception as error:
             _log.info("cannot agree with other nodes through the store on a submission: %s", error)

@@ -391,7 +391,7 @@ def _run_in_pool(
             if supply is None:
                 read_ahead(tree, plan, files, task)
             else:
-                supply.have(task)
+                supply.fetch(task)
 
         def on_report(task: int, report: dict[str, Any]) -> None:
             if "damage" in report:

@@ -14,7 +14,7 @@ from itertools import accumulate, chain
 from msgspec import Struct
 
 from bootseer.base.display import quoted
-from bootseer.blob.extract.sections import SETTINGS, Section, taken
+from bootseer.blob.extract.sections import SETTINGS, Section, pick
 from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import InvalidInputError, PermissionDeniedError
@@ -103,10 +103,10 @@ class ExtractionPlan(Struct, frozen=True):
             return self.parts[task - groups][1]
         c = tree.columns
         starts = c.extent_start
-        inodes = taken(c.name_inode, self.names(task))
+        inodes = pick(c.name_inode, self.names(task))
         extents = [k for number in inodes for k in range(starts[number], starts[number + 1])]
         columns = (c.extent_file_offset, c.extent_blob, c.extent_blob_offset, c.extent_length)
-        return zip(*(taken(column, extents) for column in columns), strict=True)
+        return zip(*(pick(column, extents) for column in columns), strict=True)
 
 
 def plan_extraction(

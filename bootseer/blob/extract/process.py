@@ -31,7 +31,7 @@ _MEMORY_BYTES = 1 << 20
 _MESSAGE_CHARS_MAX = 500  # a report stays within PIPE_BUF, so that it is written atomically
 
 
-def _stored_in(bases: "array[int]", has_files: bool) -> Stored:
+def _stored_reader(bases: "array[int]", has_files: bool) -> Stored:
     """Return the function that reads stored bytes of all blobs, always into the same buffer."""
     memory = memoryview(bytearray(_MEMORY_BYTES))
 
@@ -59,7 +59,7 @@ def _worker() -> ExtractionWorker:
     columns = read_columns(memoryview(mmap.mmap(COLUMNS_FD, 0, prot=mmap.PROT_READ)))
     records = memoryview(mmap.mmap(RECORDS_FD, 0)) if columns["recorded"] else bytearray()
     has_files = bool(columns["settings"][SETTINGS.index("file_count")])
-    stored = _stored_in(columns["blob_base"], has_files)
+    stored = _stored_reader(columns["blob_base"], has_files)
     return ExtractionWorker(columns, stored, ROOT_FD, records, looks_ahead=True)
 
 

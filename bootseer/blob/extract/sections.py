@@ -46,7 +46,7 @@ Section: TypeAlias = "array[int] | bytes"
 _LENGTH = Struct("<Q")
 
 
-def taken(column: Sequence[Any], indexes: Sequence[int]) -> Sequence[Any]:
+def pick(column: Sequence[Any], indexes: Sequence[int]) -> Sequence[Any]:
     """Return the elements of a column at `indexes`, in one call of C code."""
     return itemgetter(*indexes)(column) if len(indexes) > 1 else [column[i] for i in indexes]
 

@@ -3,7 +3,7 @@
 If workers read the files of the blobs directly, the kernel is told to read ahead (`read_ahead`).
 Otherwise `Supply` writes the frames into a memory file that the workers read. The file has the
 layout of all blobs one after the other, so that a worker needs no more than the number of its task.
-Memory of frames that no task needs any more is freed. `have` is called from one thread, `release`
+Memory of frames that no task needs any more is freed. `fetch` is called from one thread, `release`
 from another.
 """
 
@@ -93,7 +93,7 @@ class Supply:
         """Unmap the file."""
         self._memory.close()
 
-    def have(self, task: int) -> None:
+    def fetch(self, task: int) -> None:
         """Write the frames that a task needs and the file lacks. Raises: as `read`."""
         missing = []
         users = self._users

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import zstandard
 from blake3 import blake3
 
-from bootseer.blob.extract.sections import SETTINGS, taken
+from bootseer.blob.extract.sections import SETTINGS, pick
 from bootseer.blob.extract.writer import DirectoryCache
 from bootseer.blob.pack.stat_record import Records, put_record
 
@@ -73,7 +73,7 @@ class ExtractionWorker:
         self._decompressor = zstandard.ZstdDecompressor()
         # Decoded content of the next frames, and the frames that may be decoded ahead.
         self._ready: dict[int, bytes] = {}
-        self._near = range(0)
+        self._may_decode_ahead = range(0)
         self._looks_ahead = looks_ahead
         # The current frame: its blob, its range in the stream, and its content.
         self._blob = -1
@@ -97,10 +97,10 @@ class ExtractionWorker:
     def _write_group(self, first: int, end: int) -> None:
         c = self._c
         ids = c["files"][first:end]
-        inodes = taken(c["name_inode"], ids)
+        inodes = pick(c["name_inode"], ids)
         columns = (
-            *(taken(c[name], ids) for name in ("name_parent", "name_list")),
-            *(taken(c[name], inodes) for name in ("mode", "uid", "gid", "mtime_ns", "size_bytes")),
+            *(pick(c[name], ids) for name in ("name_parent", "name_list")),
+            *(pick(c[name], inodes) for name in ("mode", "uid", "gid", "mtime_ns", "size_bytes")),
         )
         starts, recorded, records = c["extent_start"], c["recorded"], self._records
         file_offsets, lengths = c["extent_file_offset"], c["extent_length"]
@@ -110,7 +110,7 @@ class ExtractionWorker:
         kept_bits, atime = 0o777 & ~settings["umask"], settings["atime_ns"]
         # Frames that another task decoded ahead may have been incomplete.
         self._ready.clear()
-        self._near = self._frames_of(inodes, sum(columns[-1]))
+        self._may_decode_ahead = self._frames_of(inodes, sum(columns[-1]))
         last_parent, directory = -1, -1
         for i, number, parent, name, mode, uid, gid, mtime, size in zip(
             ids, inodes, *columns, strict=True
@@ -144,7 +144,7 @@ class ExtractionWorker:
         """Write a part of a large file, which exists; its attributes are set at the end."""
         c = self._c
         self._ready.clear()
-        self._near = range(0)
+        self._may_decode_ahead = range(0)
         i = self.current = c["part_name"][number]
         directory = self._directories.get(c["name_parent"][i])
         fd = os.open(c["name_list"][i], _REOPEN, dir_fd=directory)
@@ -185,7 +185,7 @@ class ExtractionWorker:
                     base = c["blob_base"][blob]
                     _write_all(fd, memoryview(self._stored(base + blob_offset, length)), offset)
                     return
-                self._have(self._frame_at(blob, blob_offset), blob)
+                self._load_frame(self._frame_at(blob, blob_offset), blob)
             start = blob_offset - self._start
             data = self._content[start : start + length]
             _write_all(fd, data, offset)
@@ -194,19 +194,19 @@ class ExtractionWorker:
                 return
             offset, blob_offset, length = offset + count, blob_offset + count, length - count
 
-    def _have(self, frame: int, blob: int) -> None:
+    def _load_frame(self, frame: int, blob: int) -> None:
         """Make the frame (an index in the columns) the current one. Raises: DamagedError."""
         if frame not in self._ready:
             behind = frame + 1
-            if frame in self._near:
-                starts, end = self._c["frame_stream_offset"], self._near.stop + 1
+            if frame in self._may_decode_ahead:
+                starts, end = self._c["frame_stream_offset"], self._may_decode_ahead.stop + 1
                 limit = bisect_right(starts, starts[frame] + _TOGETHER_BYTES, behind, end) - 1
                 behind = max(behind, limit)
             try:
                 self._ready = self._all_decoded(range(frame, behind), blob)
             except DamagedError:
                 # The damaged frame may be one that is not needed. Decode only the needed one.
-                self._near = range(0)
+                self._may_decode_ahead = range(0)
                 self._ready = self._all_decoded(range(frame, frame + 1), blob)
         self._content = memoryview(self._ready.pop(frame))
         self._blob = blob

@@ -34,7 +34,7 @@ _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CL
 _READ_ATTEMPTS = 3
 
 
-class Elsewhere(Struct, frozen=True):
+class StoredContent(Struct, frozen=True):
     """Place of a file's content in blobs that are stored already."""
 
     extents: tuple[Extent, ...]
@@ -47,15 +47,15 @@ class Elsewhere(Struct, frozen=True):
     """First bytes of the file if they are not in the blobs."""
 
 
-class Others(Struct, frozen=True):
+class StoredFiles(Struct, frozen=True):
     """Files of a directory whose content is in stored blobs."""
 
     blobs: Sequence[Blob] = ()
-    files: Mapping[bytes, Elsewhere] = field(default_factory=dict)
+    files: Mapping[bytes, StoredContent] = field(default_factory=dict)
     """Places by path; a hard-linked file has an entry for each of its names."""
 
 
-_NO_OTHERS = Others()
+_NO_STORED_FILES = StoredFiles()
 _NO_IDENTITIES: Mapping[bytes, tuple[int, int]] = MappingProxyType({})
 
 
@@ -66,7 +66,7 @@ def pack_directory(
     paths: Iterable[bytes] | None = None,
     exclude: Iterable[str | bytes] = (),
     one_file_system: bool = False,
-    others: Others = _NO_OTHERS,
+    others: StoredFiles = _NO_STORED_FILES,
     identities: Mapping[bytes, tuple[int, int]] = _NO_IDENTITIES,
     level: int = 3,
     frame_bytes: int = FRAME_BYTES,
@@ -117,14 +117,14 @@ def tar_directory(
     frames. Raises: as `pack_directory`.
     """
     entries = scan(root, paths=None, exclude=(), one_file_system=one_file_system)
-    return _write(root, entries, PlainWriter(sink, on_progress), _NO_OTHERS, _NO_IDENTITIES)
+    return _write(root, entries, PlainWriter(sink, on_progress), _NO_STORED_FILES, _NO_IDENTITIES)
 
 
 def _write(
     root: str | os.PathLike[str],
     entries: Iterable[ScannedName],
     writer: StreamWriter,
-    others: Others,
+    others: StoredFiles,
     identities: Mapping[bytes, tuple[int, int]],
 ) -> Tree:
     first_names: dict[tuple[int, int], tuple[int, bytes]] = {}
@@ -157,7 +157,7 @@ class _ReadError(Exception):
 
 
 def _add(
-    members: Members, writer: StreamWriter, entry: ScannedName, elsewhere: Elsewhere | None
+    members: Members, writer: StreamWriter, entry: ScannedName, elsewhere: StoredContent | None
 ) -> int | None:
     status = entry.status
     mode = status.st_mode
@@ -169,7 +169,7 @@ def _add(
         try:
             if (
                 elsewhere is not None
-                and (inode := _as_it_was(entry.path, fd, elsewhere.status)) is not None
+                and (inode := _unchanged_inode(entry.path, fd, elsewhere.status)) is not None
             ):
                 return members.add_elsewhere(
                     entry.path, inode, elsewhere.extents, elsewhere.digest, elsewhere.head
@@ -216,7 +216,7 @@ def _inode(
     )
 
 
-def _as_it_was(path: bytes, fd: int, before: os.stat_result) -> Inode | None:
+def _unchanged_inode(path: bytes, fd: int, before: os.stat_result) -> Inode | None:
     """Return the open file's attributes; None if it has changed since `before` or has holes."""
     try:
         status = os.fstat(fd)

@@ -69,7 +69,7 @@ def address_of(url: str) -> Address:
     return Address(kind, bucket, prefix.strip("/"))
 
 
-def load() -> Any:
+def load_obstore() -> Any:
     """Import and return the package obstore. Raises: UnsupportedError if it is not installed."""
     try:
         import obstore.store
@@ -101,7 +101,7 @@ def open_bucket(
 
     Raises: InvalidInputError, PermissionDeniedError; UnsupportedError without obstore.
     """
-    stores = load().store
+    stores = load_obstore().store
     # Longer than the caller's own deadline, whose error says more. These timeouts end requests that
     # the caller has left behind.
     silent_s = 1.5 * deadline_s + 1.0 + sent_bytes / SLOWEST_BYTES_PER_S

@@ -39,7 +39,7 @@ _REASON = re.compile(
 _REDIRECT = "Received redirect without LOCATION"
 _TIMED_OUT = re.compile(r"\bTimedOut\b|operation timed out|deadline has elapsed")
 # Azure answers a range beyond the end in a way that obstore takes for a part of the range.
-_BEHIND_END = re.compile(r"Wanted range starting at \d+, but object was only")
+_BEYOND_END = re.compile(r"Wanted range starting at \d+, but object was only")
 _ODD_NAME = re.compile("Encountered object with invalid path: ")
 _DEBUG = "\n\nDebug source"
 # Metadata services, which obstore asks for credentials when none were given.
@@ -102,9 +102,9 @@ def is_no_bucket(answer: ServerAnswer) -> bool:
     return answer.code in ("NoSuchBucket", "ContainerNotFound")
 
 
-def is_behind_end(error: BaseException) -> bool:
+def is_beyond_end(error: BaseException) -> bool:
     """Return whether the requested range begins at or beyond the end of the object."""
-    return parse_answer(error).status == 416 or _BEHIND_END.search(str(error)) is not None
+    return parse_answer(error).status == 416 or _BEYOND_END.search(str(error)) is not None
 
 
 def is_odd_name(error: BaseException) -> bool:

@@ -35,11 +35,11 @@ from bootseer.store.backend import Backend, FileInfo, Piece, Space, Traits
 from bootseer.store.buckets.access import (
     Address,
     address_of,
-    load,
+    load_obstore,
     open_bucket,
 )
 from bootseer.store.buckets.answers import (
-    is_behind_end,
+    is_beyond_end,
     is_conflict,
     is_no_bucket,
     is_odd_name,
@@ -108,7 +108,7 @@ class BucketBackend(PathMixin, Backend):
         self._lock = threading.Lock()
         self._opened: dict[tuple[str, _Kind], Any] = {}
         # Buckets known to exist: a 404 from one of them means that the object is missing.
-        self._reached: set[str] = set()
+        self._known_buckets: set[str] = set()
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class BucketBackend(PathMixin, Backend):
 
         try:
             result: Result = self._caller.run(guarded, limit_s)
-            self._reached.add(bucket)
+            self._known_buckets.add(bucket)
             return result
         except NoAnswerError as error:
             raise DeadlineError(f"cannot {what}: {error}") from error
@@ -208,13 +208,13 @@ class BucketBackend(PathMixin, Backend):
         def head(store: Any, key: str, _: Call[Any]) -> FileInfo:
             if key:
                 try:
-                    return _info(path, load().head(store, key))
+                    return _info(path, load_obstore().head(store, key))
                 except FileNotFoundError:
                     pass
-            if not (is_file and bucket in self._reached):
+            if not (is_file and bucket in self._known_buckets):
                 # The listing also fails if the bucket does not exist.
                 is_folder = self._has_below(store, key) or not key
-                self._reached.add(bucket)
+                self._known_buckets.add(bucket)
                 if is_folder and not is_file:
                     return FileInfo(path, 0, 0, True)
             raise NotFoundError(f"cannot look at {self._name(path)}: it does not exist")
@@ -223,7 +223,7 @@ class BucketBackend(PathMixin, Backend):
 
     def _has_below(self, store: Any, key: str) -> bool:
         try:
-            return any(page for page in load().list(store, key or None, chunk_size=1))
+            return any(page for page in load_obstore().list(store, key or None, chunk_size=1))
         except Exception as error:
             if is_odd_name(error):
                 return True
@@ -231,7 +231,7 @@ class BucketBackend(PathMixin, Backend):
 
     def list(self, path: str) -> Iterator[FileInfo]:
         def list_folder(store: Any, key: str, _: Call[Any]) -> list[FileInfo]:
-            found = load().list_with_delimiter(store, key or None)
+            found = load_obstore().list_with_delimiter(store, key or None)
             folder = f"{path}/" if path else ""
             infos = [
                 FileInfo(folder + name, 0, 0, True)
@@ -259,7 +259,7 @@ class BucketBackend(PathMixin, Backend):
         def list_all(store: Any, key: str, call: Call[Any]) -> list[FileInfo]:
             skip = len(key) + 1 if key else 0
             infos = []
-            for page in load().list(store, key or None, chunk_size=1000):
+            for page in load_obstore().list(store, key or None, chunk_size=1000):
                 call.progress()
                 for meta in page:
                     name = meta["path"][skip:]
@@ -292,7 +292,7 @@ class BucketBackend(PathMixin, Backend):
 
             try:
                 # One request for all of it, so that all bytes belong to the same version.
-                self._bring(path, offset, length, keep)
+                self._get_range(path, offset, length, keep)
                 return b"".join(pieces)
             except UnavailableError as error:
                 pause_s = left.pause_s(error)
@@ -318,14 +318,14 @@ class BucketBackend(PathMixin, Backend):
             return done < len(buffer)
 
         try:
-            self._bring(path, offset, len(buffer), put)
+            self._get_range(path, offset, len(buffer), put)
         except BaseException:
             # A late answer must not touch the buffer, which the caller may use for something else.
             reader.stop()
             raise
         return done
 
-    def _bring(
+    def _get_range(
         self, path: str, offset: int, length: int | None, take: Callable[[memoryview], bool]
     ) -> None:
         """Send one GET and pass its bytes to `take` as they arrive, until it returns False.
@@ -342,9 +342,9 @@ class BucketBackend(PathMixin, Backend):
             if not key:
                 raise InvalidInputError(f"{self._name(path)} is a folder")
             try:
-                return load().get(store, key, options=options)
+                return load_obstore().get(store, key, options=options)
             except Exception as error:
-                if is_behind_end(error):
+                if is_beyond_end(error):
                     return None
                 raise
 
@@ -392,7 +392,7 @@ class BucketBackend(PathMixin, Backend):
 
         def head(store: Any, key: str, _: Call[Any]) -> None:
             try:
-                load().head(store, key)
+                load_obstore().head(store, key)
             except FileNotFoundError:
                 return
             raise AlreadyExistsError(f"cannot create {self._name(path)}: it exists already")
@@ -411,8 +411,8 @@ class BucketBackend(PathMixin, Backend):
             nonlocal is_again
             was_sent, is_again = is_again, True
             try:
-                load().put(store, key, data, mode=mode, use_multipart=False)
-            except load().exceptions.AlreadyExistsError as error:
+                load_obstore().put(store, key, data, mode=mode, use_multipart=False)
+            except load_obstore().exceptions.AlreadyExistsError as error:
                 if overwrite or is_conflict(parse_answer(error)):
                     # The next attempt finds out which writer was first.
                     raise UnavailableError(
@@ -425,16 +425,16 @@ class BucketBackend(PathMixin, Backend):
         self._run("write", path, send, kind="put", size_bytes=size_bytes)
 
     def _is_there(self, store: Any, key: str, data: Piece) -> bool:
-        meta = load().head(store, key)
+        meta = load_obstore().head(store, key)
         if meta["size"] != len(data) or len(data) > _COMPARED_BYTES:
             return False
-        return bytes(load().get(store, key).bytes()) == data
+        return bytes(load_obstore().get(store, key).bytes()) == data
 
     def upload(self, path: str, pieces: Iterator[Piece]) -> None:
         """Create an object by a multipart upload."""
         store, key, bucket = self._bucket(path, "upload")
         with translated_errors(f"write {self._name(path)}", bucket):
-            load().put(
+            load_obstore().put(
                 store,
                 key,
                 pieces,
@@ -458,7 +458,7 @@ class BucketBackend(PathMixin, Backend):
             self._run(
                 f"rename {self._name(source)} to",
                 target,
-                lambda store, key, _: load().copy(store, old, key),
+                lambda store, key, _: load_obstore().copy(store, old, key),
                 size_bytes=info.size_bytes,
             )
         self.delete_files([source])
@@ -486,10 +486,10 @@ class BucketBackend(PathMixin, Backend):
     def delete(self, path: str, *, recursive: bool = False) -> None:
         self._names_of_file(path)
 
-        def below(store: Any, key: str, call: Call[Any]) -> list[str]:
+        def keys_below(store: Any, key: str, call: Call[Any]) -> list[str]:
             """Return the keys to delete."""
             found: list[str] = []
-            for page in load().list(store, key, chunk_size=1000):
+            for page in load_obstore().list(store, key, chunk_size=1000):
                 call.progress()
                 found += [meta["path"] for meta in page]
                 if not recursive and any(_last(one) != _MARKER for one in found if one != key):
@@ -505,7 +505,7 @@ class BucketBackend(PathMixin, Backend):
             if is_file:
                 self.delete_files([path])
                 return
-        keys = self._run("delete", path, below)
+        keys = self._run("delete", path, keys_below)
         own = self._bucket(path)[1]
         if not recursive and any(key not in (own, f"{own}/{_MARKER}") for key in keys):
             raise AlreadyExistsError(f"cannot delete {self._name(path)}: the folder is not empty")
@@ -525,7 +525,7 @@ class BucketBackend(PathMixin, Backend):
         def delete(store: Any, _: str, call: Call[Any]) -> None:
             for some in _batches(keys):
                 try:
-                    load().delete(store, some[0] if len(some) == 1 else some)
+                    load_obstore().delete(store, some[0] if len(some) == 1 else some)
                 except FileNotFoundError as error:
                     if is_no_bucket(parse_answer(error)):
                         raise

@@ -29,8 +29,8 @@ from bootseer.store.hdfs.direct_write import Placer
 from bootseer.store.hdfs.namenode import UNANSWERED, NameNodes, NoCallsError, RpcError
 from bootseer.store.hdfs.native import Native, translate
 from bootseer.store.hdfs.placement import PlacedGroup, ServerChooser
-from bootseer.store.hdfs.reading import DataNodes, HdfsReader, fill, info_of, read_bytes
-from bootseer.store.hdfs.writer import AGAIN_IN_A_GROUP, HdfsWriter
+from bootseer.store.hdfs.reading import DataNodes, HdfsReader, file_info, fill_buffer, read_bytes
+from bootseer.store.hdfs.writer import RETRY_IN_GROUP, HdfsWriter
 from bootseer.store.paths import PathMixin, split_path
 from bootseer.transfer.attempt import Attempt
 
@@ -96,7 +96,7 @@ class HdfsBackend(PathMixin, Backend):
             self._name(path),
             is_idempotent=True,
         )
-        return info_of(path, status)
+        return file_info(path, status)
 
     def list(self, path: str) -> Iterator[FileInfo]:
         full = self._full(path)
@@ -107,7 +107,7 @@ class HdfsBackend(PathMixin, Backend):
                 if status.path == full and not status.isdir:
                     raise NotFoundError("not a folder")
                 name = status.path.rpartition("/")[2]
-                found.append(info_of(f"{path}/{name}" if path else name, status))
+                found.append(file_info(f"{path}/{name}" if path else name, status))
                 call.progress()
             return found
 
@@ -123,7 +123,9 @@ class HdfsBackend(PathMixin, Backend):
     ) -> int:
         full, native = self._full(path), self._native
         name, attempt = self._name(path), attempt or Attempt()
-        return fill(native, lambda: native.client().read(full), name, offset, buffer, attempt)
+        return fill_buffer(
+            native, lambda: native.client().read(full), name, offset, buffer, attempt
+        )
 
     def open_reader(self, path: str, *, is_checked: bool = False) -> HdfsReader:
         """Open a file for many reads; only this call asks the NameNode."""
@@ -143,7 +145,7 @@ class HdfsBackend(PathMixin, Backend):
     def group(self) -> PlacedGroup:
         def create(path: str) -> HdfsWriter:
             full, name = self._full_file(path), self._name(path)
-            return HdfsWriter(self._native, self._placer, full, name, again=AGAIN_IN_A_GROUP)
+            return HdfsWriter(self._native, self._placer, full, name, retry_policy=RETRY_IN_GROUP)
 
         return PlacedGroup(self, self._placement, create, lambda: self._placer.is_one_rack)
 

@@ -267,7 +267,7 @@ class NameNodes:
                     self._await_reachable(config)
                 if error := self._find(config, CallWait.CHECK):
                     self._await_reachable(config)
-                    self._say_why(error)
+                    self._explain_silence(error)
             if self._state is _CallState.UNCONFIGURED:
                 raise PermissionDeniedError(
                     f"{self._cluster} wants Kerberos: let HADOOP_CONF_DIR name the folder of its "
@@ -336,7 +336,7 @@ class NameNodes:
                 _log.warning("waiting up to %g s for a NameNode (%s)", limit_s, reasons)
             time.sleep(pause_s)
 
-    def _say_why(self, error: BootseerError) -> None:
+    def _explain_silence(self, error: BootseerError) -> None:
         """Raise or log the reason why a NameNode takes connections but does not answer."""
         cluster = public_url(self._cluster)
         if isinstance(error.__cause__, NotHadoopError):
@@ -346,7 +346,7 @@ class NameNodes:
             ) from error
         _log.warning("waiting up to %g s for %s: %s", self._deadline_s, cluster, error)
 
-    def refusal(self) -> OSError | None:
+    def connection_error(self) -> OSError | None:
         """Return the reason why no NameNode takes connections now, or None if one of them does.
 
         hdfs-native retries connections, so that its caller cannot tell a NameNode that is down from
@@ -367,7 +367,7 @@ class NameNodes:
             names = self._config.names[self._first :] + self._config.names[: self._first]
             return {_NAMES + (urlsplit(self._cluster).hostname or ""): ",".join(names)}
 
-    def has_left(self, order: dict[str, str]) -> bool:
+    def has_moved(self, order: dict[str, str]) -> bool:
         """Return whether another NameNode is active now than when `order` was returned."""
         if not order:
             return False
@@ -484,13 +484,13 @@ class NameNodes:
     def _answer(self, config: _ClusterConfig, method: str, request: bytes, wait: CallWait) -> bytes:
         began_s = time.monotonic()
         try:
-            return self._asked(config, method, request, wait)
+            return self._ask(config, method, request, wait)
         except (DeadlineError, UnavailableError):
             if wait is not CallWait.CHECK:  # the hdfs-native call that waits for it counts the time
                 WAIT_BUDGET.spend(time.monotonic() - began_s)
             raise
 
-    def _asked(self, config: _ClusterConfig, method: str, request: bytes, wait: CallWait) -> bytes:
+    def _ask(self, config: _ClusterConfig, method: str, request: bytes, wait: CallWait) -> bytes:
         client, count = os.urandom(16), len(config.addresses)
         # One of several NameNodes will be active soon; a single one that refuses stays as it is.
         deadline_s, policy = self._deadline_s, UNTIL_DEADLINE if count > 1 else REQUEST

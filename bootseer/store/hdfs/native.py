@@ -154,12 +154,12 @@ class Native:
         *,
         is_idempotent: bool,
     ) -> Result:
-        refusal: OSError | None = None
+        connection_error: OSError | None = None
         count_request(NAMENODE)
 
         def check_refusal() -> None:
-            nonlocal refusal
-            refusal = self._name_nodes.refusal() or refusal
+            nonlocal connection_error
+            connection_error = self._name_nodes.connection_error() or connection_error
 
         what = f"{verb} {name}"
         order = self._order
@@ -175,13 +175,13 @@ class Native:
             return self._caller.run(translated, deadline_s, check_refusal)
         except DeadlineError as error:
             check_refusal()
-            if refusal is not None:
+            if connection_error is not None:
                 # The NameNode may be back by now; hdfs-native may not have noticed.
                 raise UnavailableError(
                     f"cannot {what}: within {deadline_s:g} s no NameNode took a connection "
-                    f"({refusal})"
-                ) from refusal
-            if self._name_nodes.has_left(order):
+                    f"({connection_error})"
+                ) from connection_error
+            if self._name_nodes.has_moved(order):
                 with self._lock:
                     if self._order is order:
                         self._client = None  # the next client begins with the active NameNode

@@ -27,7 +27,7 @@ _ALL_WAIT_MAX_S = 10.0
 _ALL_KNOWN_S = 60.0
 # Time for which a server is avoided that was chosen but did not take the file: it is dead, and HDFS
 # takes about ten minutes to notice.
-_SHUNNED_S = 600.0
+_AVOIDED_S = 600.0
 
 Group = tuple[str, ...]
 """Servers of one file."""
@@ -43,7 +43,7 @@ class ServerChooser:
         """Block size of new files; 0 until it is known."""
         self._open_counts: Counter[str] = Counter()
         self._open_groups: Counter[Group] = Counter()
-        self._shunned_until_s: dict[str, float] = {}
+        self._avoided_until_s: dict[str, float] = {}
         self._all_known_until_s = 0.0
         self._replica_count = 1
         self._turn = threading.Lock()
@@ -59,7 +59,7 @@ class ServerChooser:
         if not self._wait_for_turn():
             return ()
         try:
-            for avoid in self._wishes(is_one_rack):
+            for avoid in self._candidate_exclusions(is_one_rack):
                 servers = place(avoid)
                 if servers is not None:
                     self._count(servers)
@@ -81,14 +81,14 @@ class ServerChooser:
             if self._turn_count == turn_count or time.monotonic() > end_s:
                 return False
 
-    def settle(self, chosen: Group, actual: Group) -> Group:
+    def count_actual(self, chosen: Group, actual: Group) -> Group:
         """Replace a file's chosen servers by its actual ones in the counts; return the latter."""
         if not chosen or not actual or set(chosen) == set(actual):
             return chosen
         self.release(chosen)
         with self._lock:
-            until_s = time.monotonic() + _SHUNNED_S
-            self._shunned_until_s.update(dict.fromkeys(set(chosen) - set(actual), until_s))
+            until_s = time.monotonic() + _AVOIDED_S
+            self._avoided_until_s.update(dict.fromkeys(set(chosen) - set(actual), until_s))
         self._count(actual)
         return actual
 
@@ -104,39 +104,39 @@ class ServerChooser:
             self._open_groups[servers] += 1
             self._replica_count = max(1, len(servers))
 
-    def _wishes(self, is_one_rack: bool) -> Iterator[frozenset[str]]:
+    def _candidate_exclusions(self, is_one_rack: bool) -> Iterator[frozenset[str]]:
         """Yield sets of servers to avoid, the best choice first."""
         with self._lock:
-            shunned = self._shunned()
+            avoided = self._avoided()
             counts = dict(self._open_counts)
             groups = tuple(self._open_groups)
             replica_count = self._replica_count
         is_free = replica_count == 1 or is_one_rack
         if is_free and time.monotonic() >= self._all_known_until_s:
             # Prefer a server that is not known yet to a second file on a known one.
-            wish = shunned.union(server for server, count in counts.items() if count)
-            yield wish
-            if not wish:
+            exclusion = avoided.union(server for server, count in counts.items() if count)
+            yield exclusion
+            if not exclusion:
                 return
         if replica_count > 1 and is_one_rack:
-            usable = {server: count for server, count in counts.items() if server not in shunned}
+            usable = {server: count for server, count in counts.items() if server not in avoided}
             group = choose_group(usable, groups, replica_count)
             if len(group) == replica_count:
                 yield frozenset(counts).difference(group)
         # HDFS puts replicas into several racks, so it must be left a choice of servers.
         kept_count = 1 if replica_count == 1 else max(2 * replica_count, -(-len(counts) // 2))
-        least = sorted(count for server, count in counts.items() if server not in shunned)
+        least = sorted(count for server, count in counts.items() if server not in avoided)
         limit = max(least[:kept_count], default=0)
-        wish = shunned.union(server for server, count in counts.items() if count > limit)
-        yield wish
-        if wish:
+        exclusion = avoided.union(server for server, count in counts.items() if count > limit)
+        yield exclusion
+        if exclusion:
             yield frozenset()
 
-    def _shunned(self) -> frozenset[str]:
+    def _avoided(self) -> frozenset[str]:
         now_s = time.monotonic()
-        for server in [each for each, until_s in self._shunned_until_s.items() if until_s <= now_s]:
-            del self._shunned_until_s[server]
-        return frozenset(self._shunned_until_s)
+        for server in [each for each, until_s in self._avoided_until_s.items() if until_s <= now_s]:
+            del self._avoided_until_s[server]
+        return frozenset(self._avoided_until_s)
 
 
 class PlacedGroup(FileGroup):
@@ -172,16 +172,16 @@ class PlacedGroup(FileGroup):
         while self._stored_on:
             self._placement.release(self._stored_on.pop())
 
-    def settle(self, path: str, writer: HdfsWriter, chosen: Group) -> Group:
+    def count_actual(self, path: str, writer: HdfsWriter, chosen: Group) -> Group:
         """Count a file on its actual servers once its first bytes are written.
 
         They may differ from the chosen ones, of which one may be dead.
         """
         if not self._placement.block_bytes:
             self._placement.block_bytes = self.backend.stat(path).block_bytes
-        return self._placement.settle(chosen, writer.servers()) if chosen else chosen
+        return self._placement.count_actual(chosen, writer.servers()) if chosen else chosen
 
-    def leave(self, servers: Group, *, is_stored: bool) -> None:
+    def stop_counting(self, servers: Group, *, is_stored: bool) -> None:
         """Note that a file on `servers` is no longer open."""
         if is_stored:
             self._stored_on.append(servers)
@@ -198,29 +198,29 @@ class PlacedWriter(Writer):
         """None once the file is no longer counted."""
         self._group = group
         self._path = path
-        self._is_settled = False
+        self._is_counted = False
 
     def write(self, data: Piece) -> None:
         self._inner.write(data)
-        self._settle()
+        self._count_actual()
 
     def write_all(self, pieces: Sequence[Piece], note_progress: Callable[[], None]) -> None:
         self._inner.write_all(pieces, note_progress)
-        self._settle()
+        self._count_actual()
 
     def keep_alive(self) -> None:
         self._inner.keep_alive()
 
     def close(self) -> None:
         self._inner.close()
-        self._leave(is_stored=True)
+        self._stop_counting(is_stored=True)
 
     def abort(self) -> None:
-        self._leave(is_stored=False)
+        self._stop_counting(is_stored=False)
         self._inner.abort()
 
     def abandon(self) -> bool:
-        self._leave(is_stored=False)
+        self._stop_counting(is_stored=False)
         return self._inner.abandon()
 
     @property
@@ -231,15 +231,15 @@ class PlacedWriter(Writer):
     def held_bytes(self) -> int:
         return self._inner.held_bytes
 
-    def _settle(self) -> None:
-        if not self._is_settled and self._servers is not None:
-            self._is_settled = True
-            self._servers = self._group.settle(self._path, self._inner, self._servers)
+    def _count_actual(self) -> None:
+        if not self._is_counted and self._servers is not None:
+            self._is_counted = True
+            self._servers = self._group.count_actual(self._path, self._inner, self._servers)
 
-    def _leave(self, *, is_stored: bool) -> None:
+    def _stop_counting(self, *, is_stored: bool) -> None:
         servers, self._servers = self._servers, None
         if servers is not None:
-            self._group.leave(servers, is_stored=is_stored)
+            self._group.stop_counting(servers, is_stored=is_stored)
 
 
 def choose_group(counts: Mapping[str, int], groups: Iterable[Group], size: int) -> Group:

@@ -142,9 +142,9 @@ class HdfsReader:
         # After the file is opened: if it was replaced in between, the attributes differ from those
         # of earlier reads.
         status = client.get_file_info(self._path)
-        return reader, info_of(self._info_path, status), status.replication or 1
+        return reader, file_info(self._info_path, status), status.replication or 1
 
-    def _usable(self) -> "FileReader":
+    def _current_file(self) -> "FileReader":
         """Return the open file; reopen it every `OPENED_S` if it is still the same file."""
         reader, info, _ = self.opened
         with self._lock:
@@ -154,11 +154,11 @@ class HdfsReader:
                 self._opened_until_s = time.monotonic() + OPENED_S
         if is_due:
             with contextlib.suppress(Exception):
-                again = self._open()
-                if again[1] == info:
+                reopened = self._open()
+                if reopened[1] == info:
                     with self._lock:
-                        self._file = again
-                    return again[0]
+                        self._file = reopened
+                    return reopened[0]
         return reader
 
     @property
@@ -179,14 +179,16 @@ class HdfsReader:
             if count == len(buffer) or attempt.is_given_up:
                 return count
             attempt.server = ""
-        return fill(self._native, self._usable, self._name, offset, buffer, attempt, count)
+        return fill_buffer(
+            self._native, self._current_file, self._name, offset, buffer, attempt, count
+        )
 
     def current(self) -> FileInfo:
         """Return the attributes of the open file, which stay the same if its name is reused."""
         return self.opened[1]
 
 
-def info_of(path: str, status: "FileStatus") -> FileInfo:
+def file_info(path: str, status: "FileStatus") -> FileInfo:
     """Return the attributes of the file or folder at `path` from hdfs-native's status."""
     size_bytes = 0 if status.isdir else status.length
     block_bytes = status.blocksize or 0
@@ -214,7 +216,7 @@ def read_bytes(native: Native, path: str, name: str, offset: int, length: int | 
     return native.run(work, "read", name, is_idempotent=True)
 
 
-def fill(
+def fill_buffer(
     native: Native,
     opened: "Callable[[], FileReader]",
     name: str,
@@ -328,7 +330,7 @@ class DataNodes:
             except _GivenUpError:
                 break
             except (OSError, ValueError, struct.error) as error:
-                self._shun(address, error)
+                self._avoid(address, error)
                 attempt.done_bytes = done
                 break
             finally:
@@ -443,7 +445,7 @@ class DataNodes:
 
     def take(self, address: Address) -> DataNodeConnection:
         with self._lock:
-            self._forget_old()
+            self._drop_expired()
             for index in reversed(range(len(self._idle))):
                 if self._idle[index].address == address:
                     connection = self._idle.pop(index)
@@ -455,14 +457,14 @@ class DataNodes:
         connection.idle_since_s = time.monotonic()
         with self._lock:
             self._idle.append(connection)
-            self._forget_old()
+            self._drop_expired()
 
-    def _forget_old(self) -> None:
+    def _drop_expired(self) -> None:
         oldest_s = time.monotonic() - _KEPT_S
         while self._idle and self._idle[0].idle_since_s < oldest_s:
             del self._idle[0]
 
-    def _shun(self, address: Address, error: Exception) -> None:
+    def _avoid(self, address: Address, error: Exception) -> None:
         if self._replicas.failed(address):
             # Logged once: the DataNode's other reads fail at the same moment.
             _log.warning(

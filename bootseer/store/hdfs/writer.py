@@ -49,9 +49,9 @@ from bootseer.transfer.policy import Attempts, Policy
 
 _log = logging.getLogger(__name__)
 
-AGAIN = Policy(attempts=12)
+RETRY = Policy(attempts=12)
 """Recovery of a file that its owner cannot write again: about 15 s besides the waits of calls."""
-AGAIN_IN_A_GROUP = Policy(attempts=4)
+RETRY_IN_GROUP = Policy(attempts=4)
 """Recovery of a file whose owner writes it again on other DataNodes, up to four times. The last
 attempt uses one replica."""
 # Writing one piece takes a fraction of a second, so each piece is progress for the deadline.
@@ -89,18 +89,18 @@ class HdfsWriter(Writer):
         name: str,
         *,
         overwrite: bool = False,
-        again: Policy = AGAIN,
+        retry_policy: Policy = RETRY,
     ) -> None:
         """Create the file at the absolute `path`, which messages call `name`.
 
-        `again` says how often the file is recovered after a failure. Raises: AlreadyExistsError if
-        the file exists and `overwrite` is not set.
+        `retry_policy` says how often the file is recovered after a failure. Raises:
+        AlreadyExistsError if the file exists and `overwrite` is not set.
         """
         self._native = native
         self._placer = placer
         self._path = path
         self._name = name
-        self._again = again
+        self._retry_policy = retry_policy
         self._state = _WriterState.BUFFERED
         self._is_verified = False
         self._placed: PlacedBlock | None = None
@@ -155,7 +155,7 @@ class HdfsWriter(Writer):
 
     def keep_alive(self) -> None:
         if self._direct is not None:
-            self._directly(self._direct.keep_alive)
+            self._run_direct(self._direct.keep_alive)
 
     def write(self, data: Piece) -> None:
         if not isinstance(data, bytes | bytearray):
@@ -174,7 +174,7 @@ class HdfsWriter(Writer):
                 self._state = _WriterState.DIRECT
         if self._direct is not None:
             for piece in pieces:
-                self._directly(self._direct.write, piece)
+                self._run_direct(self._direct.write, piece)
                 note_progress()
             return
         self._tail.extend(pieces)
@@ -198,7 +198,7 @@ class HdfsWriter(Writer):
     def close(self) -> None:
         if self._direct is not None:
             # No abort after a failure: the caller may read the bytes written so far.
-            self._directly(self._direct.close)
+            self._run_direct(self._direct.close)
         elif self._state is not _WriterState.CLOSED:
             try:
                 try:
@@ -260,7 +260,7 @@ class HdfsWriter(Writer):
         self._servers = tuple(placed.added.servers)
         return self._placer.open_direct(placed, self._native.deadline_s * _SILENCE_SHARE, kind)
 
-    def _directly(self, step: Callable[..., None], *arguments: Piece) -> None:
+    def _run_direct(self, step: Callable[..., None], *arguments: Piece) -> None:
         try:
             step(*arguments)
         except UNANSWERED as error:
@@ -281,8 +281,8 @@ class HdfsWriter(Writer):
             return False
         try:
             for piece in self._tail:
-                self._directly(direct.write, piece)
-            self._directly(direct.close)
+                self._run_direct(direct.write, piece)
+            self._run_direct(direct.close)
         finally:
             direct.drop()
         return True
@@ -321,7 +321,7 @@ class HdfsWriter(Writer):
         """Reopen the file and send the missing bytes, again and again until all are written."""
         # For seconds the NameNode goes on to offer a DataNode that has just died, and a block may
         # not be reported yet.
-        attempts = Attempts(self._again)
+        attempts = Attempts(self._retry_policy)
         end_s = time.monotonic() + self._native.deadline_s
         kept_bytes = 0
         while True:

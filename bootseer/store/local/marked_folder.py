@@ -39,7 +39,7 @@ def mark_store(root: str, memory: Path | None) -> str:
     """
     sentence = ""
     if not is_marked(root):
-        known = _memory_of(root, memory)
+        known = _note_path(root, memory)
         # Check for the mark again: another process may have marked and remembered the folder.
         if known is not None and known.exists() and not is_marked(root):
             raise UnavailableError(
@@ -55,14 +55,14 @@ def mark_store(root: str, memory: Path | None) -> str:
 
 def remember(root: str, memory: Path | None) -> None:
     """Remember that this node has used the store in `root`, if it is marked. Never raises."""
-    known = _memory_of(root, memory)
+    known = _note_path(root, memory)
     if known is not None and not known.exists() and is_marked(root):
         with contextlib.suppress(OSError, BootseerError):
             document = {"version": _VERSION, "store": root}
             write_private_file(known, json.dumps(document).encode("ascii"))
 
 
-def _memory_of(root: str, memory: Path | None) -> Path | None:
+def _note_path(root: str, memory: Path | None) -> Path | None:
     return memory and memory / f"{sha256(os.fsencode(root)).hexdigest()[:32]}.json"
 
 

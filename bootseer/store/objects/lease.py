@@ -180,7 +180,7 @@ class LeaseWatch:
         # to observe if a node died before it replaced the object at the key.
         self._seen: dict[str, tuple[int, float]] = {}
 
-    def is_over(self, record: LeaseRecord, expires_at_ns: int, asked_at: float) -> bool:
+    def has_expired(self, record: LeaseRecord, expires_at_ns: int, asked_at: float) -> bool:
         """Note a record that was read after `asked_at` (monotonic); return whether it has expired.
 
         It has expired if it stayed the same for so long that its holder counts it as lost.
@@ -215,7 +215,7 @@ def acquire(
             renewed = _read(backend, _renewal(current.token))
             expires_at_ns = max(current.expires_at_ns, renewed.expires_at_ns if renewed else 0)
             if now_ns < expires_at_ns + int(SKEW_S * _NS) and not (
-                watch is not None and watch.is_over(current, expires_at_ns, started)
+                watch is not None and watch.has_expired(current, expires_at_ns, started)
             ):
                 return None
             if _take_over(backend, key, current.token, record, started):
@@ -226,11 +226,11 @@ def acquire(
 
 
 def agree_on_token(
-    backend: Backend, key: str, *, ttl_s: float, owner: str, is_over: Callable[[str], bool]
+    backend: Backend, key: str, *, ttl_s: float, owner: str, is_used: Callable[[str], bool]
 ) -> str:
     """Return a token that is the same for all callers within `ttl_s` of the first one.
 
-    The token is that of a lease which no one renews or releases. `is_over` says whether the caller
+    The token is that of a lease which no one renews or releases. `is_used` says whether the caller
     has used a token before, and needs another.
 
     Raises: BusyError if other nodes replace the lease again and again.
@@ -243,7 +243,7 @@ def agree_on_token(
                 acquire(backend, key, ttl_s=ttl_s, owner=owner)
                 break
             is_old = current.expires_at_ns + int(SKEW_S * _NS) < now_ns
-            if not is_old and not is_over(current.token):
+            if not is_old and not is_used(current.token):
                 return current.token
             started = time.monotonic()
             if _take_over(backend, key, current.token, _new_record(owner, ttl_s), started):

@@ -114,7 +114,7 @@ def test_who_had_an_agreement_before_begins_another(tmp_path: Path) -> None:
     backend = LocalBackend(tmp_path)
 
     def ask(*known: str) -> str:
-        return agree_on_token(backend, "k", ttl_s=600, owner="n", is_over=lambda one: one in known)
+        return agree_on_token(backend, "k", ttl_s=600, owner="n", is_used=lambda one: one in known)
 
     first = ask()
     assert ask() == first

@@ -89,7 +89,7 @@ def test_a_server_that_takes_no_part_is_not_chosen_again() -> None:
     drawing, placement = Drawing(3, 1, 1), ServerChooser()
     dead = placement.choose(drawing.place)
     others = [(server,) for server in drawing.servers if (server,) != dead]
-    assert placement.settle(dead, others[0]) == others[0]
+    assert placement.count_actual(dead, others[0]) == others[0]
     chosen = [placement.choose(drawing.place) for _ in range(5)]
     assert dead not in chosen
     assert Counter([others[0], *chosen]) == dict.fromkeys(others, 3)
@@ -133,7 +133,7 @@ def test_a_storage_that_hangs_places_none(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_storage_that_says_nothing() -> None:
     placement = ServerChooser()
     assert placement.choose(lambda avoid: ()) == ()
-    assert placement.settle((), ("a",)) == ()
+    assert placement.count_actual((), ("a",)) == ()
     assert placement.choose(lambda avoid: None) == ()
 
 

@@ -135,16 +135,16 @@ def test_a_watch_begins_anew_with_each_renewal() -> None:
     watch = LeaseWatch()
     record = lease.LeaseRecord("owner", "0" * 32, 1, 60 * 10**9)
     began = time.monotonic()
-    assert not watch.is_over(record, 1, began)
-    assert not watch.is_over(record, 1, began + 60)
-    assert not watch.is_over(record, 2, began + 3600)
-    assert not watch.is_over(record, 2, began + 60)
-    assert watch.is_over(record, 2, time.monotonic() + 60 + lease.SKEW_S)
-    assert not watch.is_over(replace(record, token="1" * 32), 2, began + 3600)
+    assert not watch.has_expired(record, 1, began)
+    assert not watch.has_expired(record, 1, began + 60)
+    assert not watch.has_expired(record, 2, began + 3600)
+    assert not watch.has_expired(record, 2, began + 60)
+    assert watch.has_expired(record, 2, time.monotonic() + 60 + lease.SKEW_S)
+    assert not watch.has_expired(replace(record, token="1" * 32), 2, began + 3600)
     # No record of ours is as long: it blocks nobody for ever.
     endless = replace(record, ttl_ns=10**30)
-    assert not watch.is_over(endless, 3, began)
-    assert watch.is_over(endless, 3, time.monotonic() + lease.TTL_MAX_S + lease.SKEW_S)
+    assert not watch.has_expired(endless, 3, began)
+    assert watch.has_expired(endless, 3, time.monotonic() + lease.TTL_MAX_S + lease.SKEW_S)
 
 
 def test_a_renewed_lease_is_not_taken(store: Store, exact_clocks: None) -> None:
