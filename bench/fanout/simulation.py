@@ -15,6 +15,7 @@ from bootseer.fanout.plan import (
     ASK_S,
     STUCK_S,
     Ask,
+    Help,
     Offer,
     Reason,
     SourcePlan,
@@ -76,7 +77,8 @@ class _Stream:
     tree: int
     next: int
     """The chunk of the tree that is sent next."""
-    reads_store: bool
+    leaves_store: bool
+    is_help: bool = False
     is_open: bool = True
     is_dripping: bool = False
     is_busy: bool = False
@@ -96,6 +98,11 @@ class _Node:
     plans: list[SourcePlan] = field(default_factory=list)
     fed_by: list[_Stream | None] = field(default_factory=lambda: [None] * TREE_COUNT)
     feeds: list[list[_Stream]] = field(default_factory=lambda: [[] for _ in range(TREE_COUNT)])
+    helped_by: list[_Stream | None] = field(default_factory=lambda: [None] * TREE_COUNT)
+    ahead: list[list[int]] = field(default_factory=lambda: [[0, 0] for _ in range(TREE_COUNT)])
+    """First chunk that came from a helper, and the first that did not."""
+    dropped: list[float] = field(default_factory=lambda: [0.0] * TREE_COUNT)
+    """Chunks that came in part before their source was left."""
     busy_in: int = 0
     busy_out: int = 0
     first_s: float = -1.0
@@ -106,7 +113,8 @@ class _Node:
 
     def receiving(self) -> list[_Stream]:
         """Return the streams on which it receives now."""
-        return [one for one in self.fed_by if one is not None and one.is_open and one.is_busy]
+        streams = [*self.fed_by, *self.helped_by]
+        return [one for one in streams if one is not None and one.is_open and one.is_busy]
 
     def streams(self, now_s: float) -> int:
         """Return how many it feeds, without those that take nothing."""
@@ -138,7 +146,7 @@ class Simulation:
         self.nodes = [_Node(n, world.rate, world.joined_s.get(n, 0.0)) for n in range(world.nodes)]
         self.store = _Node(STORE, world.store_rate or world.rate, 0.0)
         self.store.count = list(self._lengths)
-        self.store_bytes = self._turn = 0
+        self.store_bytes = self._turn = self.helps = 0
         self.done_s: dict[int, float] = {}
         self.moves: list[tuple[float, int, int, Take]] = []
 
@@ -185,11 +193,12 @@ class Simulation:
             node.plans.append(
                 SourcePlan(
                     self.trees, node.number, tree, chunk_bytes=self.world.chunk_bytes,
-                    dice=self.dice.random, now_s=self.now_s,
+                    random=self.dice.random, now_s=self.now_s,
                 )
             )  # fmt: skip
         for tree, plan in enumerate(node.plans):
             plan.other = node.plans[1 - tree]
+            plan.length = self._lengths[tree]
             self._tick(node, tree)
 
     def _break(self) -> None:
@@ -206,18 +215,24 @@ class Simulation:
         if stream is not None and stream.is_open and not stream.source.fault:
             if stream.is_busy:
                 part = min(1.0, (self.now_s - stream.begun_s) / stream.took_s)
-                plan.alive(self.now_s, int((node.count[tree] + part) * self.world.chunk_bytes))
+                whole = node.count[tree] + node.dropped[tree]
+                plan.received(self.now_s, int((whole + part) * self.world.chunk_bytes))
             elif stream.source is not self.store:
-                plan.heard(self.now_s, self._offer(stream.source, tree))
+                plan.offered(self.now_s, self._offer(stream.source, tree))
         elif stream is not None and stream.is_dripping:
-            plan.heard(self.now_s, self._offer(stream.source, tree))
+            plan.offered(self.now_s, self._offer(stream.source, tree))
         self._do(node, tree, plan.step(self.now_s))
         self._at(self.now_s + self.world.tick_s, self._tick, node, tree)
 
-    def _do(self, node: _Node, tree: int, step: Ask | Take | None) -> None:
+    def _do(self, node: _Node, tree: int, step: Ask | Take | Help | None) -> None:
         if isinstance(step, Take):
             self.moves.append((self.now_s, node.number, tree, step))
             self._take(node, tree, step)
+        elif isinstance(step, Help):
+            self.helps += 1
+            stream = _Stream(self.nodes[step.source], node, tree, step.first, False, True)
+            node.helped_by[tree], node.ahead[tree] = stream, [step.first, step.first]
+            self._at(self.now_s + 3 * self.world.hop_s, self._open, stream)
         elif step is not None:
             asked = [self.nodes[n] for n in step.nodes]
             is_late = any(one.fault in ("lost", "frozen") for one in asked)
@@ -234,11 +249,15 @@ class Simulation:
     def _offer(self, node: _Node, tree: int) -> Offer:
         if node.fault == "hostile":
             return Offer(node.number, self._lengths[tree], 0, (STORE,))
-        return node.plans[tree].offer(node.streams(self.now_s))
+        return node.plans[tree].offer(self.now_s, node.streams(self.now_s))
 
     def _lost(self, stream: _Stream, reason: Reason) -> None:
         child, tree = stream.child, stream.tree
-        if stream.is_open and not child.fault:
+        if stream.is_open and not child.fault and stream.is_help:
+            self._close(stream)
+            child.helped_by[tree] = None
+            child.plans[tree].help_ended(self.now_s, reason)
+        elif stream.is_open and not child.fault:
             self._close(stream)
             child.plans[tree].lost(self.now_s, reason)
             self._do(child, tree, child.plans[tree].step(self.now_s))
@@ -249,7 +268,7 @@ class Simulation:
         if (old := node.fed_by[tree]) is not None:
             self._close(old)
         source = self.store if step.source == STORE else self.nodes[step.source]
-        stream = _Stream(source, node, tree, node.count[tree], step.reads_store)
+        stream = _Stream(source, node, tree, node.count[tree], step.leaves_store)
         node.fed_by[tree] = stream
         self._at(self.now_s + 3 * self.world.hop_s, self._open, stream)
 
@@ -271,7 +290,7 @@ class Simulation:
         else:
             is_child = self.trees.parent(stream.tree, child.number) == source.number
             if has_room(
-                source.streams(self.now_s), is_home=is_child, reads_store=stream.reads_store
+                source.streams(self.now_s), is_child=is_child, leaves_store=stream.leaves_store
             ):
                 self._feed(stream)
             else:
@@ -279,8 +298,12 @@ class Simulation:
 
     def _feed(self, stream: _Stream) -> None:
         stream.source.feeds[stream.tree].append(stream)
-        if stream.source is not self.store:
-            stream.child.plans[stream.tree].heard(
+        if stream.source.plans and stream.next == 0:
+            stream.source.plans[stream.tree].began(
+                self.now_s, stream.child.number, self.now_s - stream.child.start_s
+            )
+        if stream.source is not self.store and not stream.is_help:
+            stream.child.plans[stream.tree].offered(
                 self.now_s, self._offer(stream.source, stream.tree)
             )
         self._pump(stream)
@@ -290,6 +313,9 @@ class Simulation:
             stream.is_open = False
             if stream in stream.source.feeds[stream.tree]:
                 stream.source.feeds[stream.tree].remove(stream)
+            if stream.is_busy and not stream.is_help:
+                part = min(1.0, (self.now_s - stream.begun_s) / stream.took_s)
+                stream.child.dropped[stream.tree] += part
             if stream.is_busy and not stream.is_stuck:
                 stream.source.busy_out -= 1
                 stream.child.busy_in -= 1
@@ -303,12 +329,12 @@ class Simulation:
         stream.is_busy = True
         source.busy_out += 1
         child.busy_in += 1
-        rate = min(
-            _share(source.rate, [one.child.rate / one.child.busy_in for one in source.sending()]),
-            _share(
-                child.rate, [one.source.rate / one.source.busy_out for one in child.receiving()]
-            ),
-        )
+        sent = _share(source.rate, [one.child.rate / one.child.busy_in for one in source.sending()])
+        limits = [
+            sent if one is stream else one.source.rate / one.source.busy_out
+            for one in child.receiving()
+        ]
+        rate = min(sent, _share(child.rate, limits))
         stream.begun_s, stream.took_s = self.now_s, self.world.chunk_bytes / rate
         told = None if source is self.store else self._offer(source, tree)
         self._at(self.now_s + stream.took_s, self._sent, stream, told)
@@ -326,25 +352,44 @@ class Simulation:
         stream.next += 1
         if told is None:
             self.store_bytes += self.world.chunk_bytes
-        self._at(self.now_s + self.world.hop_s, self._arrive, stream, told)
+        self._at(self.now_s + self.world.hop_s, self._arrive, stream, stream.next - 1, told)
         self._pump(stream)
 
-    def _arrive(self, stream: _Stream, told: Offer | None) -> None:
+    def _arrive(self, stream: _Stream, index: int, told: Offer | None) -> None:
         node, tree = stream.child, stream.tree
         if not stream.is_open or node.fault:
             return
-        node.count[tree] += 1
+        ahead = node.ahead[tree]
+        if stream.is_help:
+            ahead[1] = index + 1
+        elif index == node.count[tree]:
+            node.count[tree] += 1
+        if ahead[0] <= node.count[tree] < ahead[1]:
+            node.count[tree] = ahead[1]
+            helper = node.helped_by[tree]
+            if not stream.is_help and helper is not None and helper.is_open:
+                # The helper goes on alone.
+                self._close(stream)
+                node.fed_by[tree], node.helped_by[tree], stream = helper, None, helper
+                helper.is_help = False
+                node.plans[tree].overtook()
         if node.first_s < 0 and tree == 0:
             node.first_s = self.now_s
         plan = node.plans[tree]
         plan.count = node.count[tree]
-        plan.alive(self.now_s, node.count[tree] * self.world.chunk_bytes)
-        if told is not None:
-            plan.heard(self.now_s, told)
+        if stream.is_help:
+            told = None
+        else:
+            whole = node.count[tree] + node.dropped[tree]
+            plan.received(self.now_s, int(whole * self.world.chunk_bytes))
+        if told is not None and told.node == plan.source:
+            plan.offered(self.now_s, told)
         for other in node.feeds[tree]:
             self._pump(other)
         if node.count[tree] == self._lengths[tree]:
-            plan.is_whole = True
             self._close(stream)
+            for one in (node.fed_by[tree], node.helped_by[tree]):
+                if one is not None:
+                    self._close(one)
             if node.count == self._lengths:
                 self.done_s[node.number] = self.now_s

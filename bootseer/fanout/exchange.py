@@ -46,10 +46,11 @@ from bootseer.fanout.plan import (
     HEARTBEAT_S,
     SILENCE_S,
     STUCK_S,
-    Ask,
+    Help,
     Offer,
     Reason,
     SourcePlan,
+    Step,
     Take,
     has_room,
 )
@@ -71,7 +72,7 @@ _CONNECTIONS_MAX = 256
 _ADDRESS_CONNECTIONS_MAX = 64
 """Of one address: a hostile member cannot take all places."""
 _REQUESTS_MAX = 1000
-_SPARE_LINKS_MAX, _SPARE_S = 16, 5.0
+_SPARE_LINKS_MAX, _SPARE_S = 32, 8.0
 """Connections kept after a question, and for how long: less than `_IDLE_S`."""
 
 
@@ -107,6 +108,15 @@ class _Stream:
         """When the chunk that is being sent was begun."""
 
 
+class _Buffer:
+    """Memory of one chunk, which may be being sent while the next one is received."""
+
+    __slots__ = ("data", "index", "senders")
+
+    def __init__(self, data: memoryview) -> None:
+        self.data, self.index, self.senders = data, -1, 0
+
+
 class _Share:
     """An object on this node: its list, its file, and who wants it."""
 
@@ -120,7 +130,7 @@ class _Share:
         self.counts = [0] * TREE_COUNT
         """Chunks of each tree that are here, from the first one on."""
         self.received = [0] * TREE_COUNT
-        """Bytes of chunks that came for each tree, with those that came twice."""
+        """Bytes that the sources of each tree have sent, without those of helpers."""
         self.error: BootseerError | None = None
         self.moved_s = time.monotonic()
         """When bytes came last."""
@@ -128,6 +138,10 @@ class _Share:
         self.streams: set[_Stream] = set()
         self.waiting: list[set[asyncio.Future[bool]]] = [set() for _ in range(TREE_COUNT)]
         """Streams of each tree that wait for more to send."""
+        self.latest: list[_Buffer | None] = [None] * TREE_COUNT
+        """The last chunk of each tree: sent from memory, which costs half as much as from the
+        file."""
+        self._spare: list[_Buffer] = []
 
     def joined(self, origin: Origin, file: int) -> None:
         """Begin: the file is written from now on."""
@@ -146,9 +160,16 @@ class _Share:
             with self.lock:
                 self.has = bytearray(len(chunks.lengths))
                 self.chunks = chunks
-            for plan in self.plans:
-                plan.chunk_bytes = chunks.offsets[-1] / len(chunks.lengths)
+            self.describe()
             self._tell(*range(TREE_COUNT))
+
+    def describe(self) -> None:
+        """Tell the plans of what size the object is, where it is known."""
+        if self.chunks is not None:
+            count = len(self.chunks.lengths)
+            for tree, plan in enumerate(self.plans):
+                plan.chunk_bytes = self.chunks.offsets[-1] / count
+                plan.length = chunks_of(tree, count)
 
     def accept(self, index: int, data: bytes | memoryview) -> None:
         """Verify and write a chunk. Raises: CorruptError; OSError of the disk."""
@@ -171,6 +192,26 @@ class _Share:
                 at += TREE_COUNT
             self.moved_s = time.monotonic()
         self._tell(tree)
+
+    def take_buffer(self, length: int) -> _Buffer:
+        """Return memory for a chunk, which `keep` or `release` gives back."""
+        while self._spare:
+            buffer = self._spare.pop()
+            if len(buffer.data) >= length:
+                return buffer
+        return _Buffer(memoryview(bytearray(length)))
+
+    def keep(self, buffer: _Buffer, index: int) -> None:
+        """Keep an accepted chunk in memory until the next one of its tree."""
+        tree, buffer.index = index % TREE_COUNT, index
+        last, self.latest[tree] = self.latest[tree], buffer
+        if last is not None:
+            self.release(last)
+
+    def release(self, buffer: _Buffer) -> None:
+        """Use the memory for another chunk if no stream sends it."""
+        if not buffer.senders and buffer not in self.latest and not buffer.data.readonly:
+            self._spare.append(buffer)
 
     def fail(self, error: BootseerError) -> None:
         """End: nothing more is written or sent."""
@@ -207,7 +248,7 @@ class _Share:
         if not self.plans:
             return Offer(own, self.counts[tree], streams, ())
         self.plans[tree].count = self.counts[tree]
-        return self.plans[tree].offer(streams)
+        return self.plans[tree].offer(now_s, streams)
 
 
 class Exchange(Closing):
@@ -370,9 +411,10 @@ class Exchange(Closing):
         share.joined(origin, file)
         now_s = time.monotonic()
         share.plans = [
-            SourcePlan(self._trees, self._own, tree, chunk_bytes=1 << 20, dice=dice, now_s=now_s)
+            SourcePlan(self._trees, self._own, tree, chunk_bytes=1 << 20, random=dice, now_s=now_s)
             for tree in range(TREE_COUNT)
         ]
+        share.describe()
         for tree, plan in enumerate(share.plans):
             plan.other = share.plans[1 - tree]
             self._spawn(self._follow(share, tree))
@@ -402,18 +444,29 @@ class Exchange(Closing):
         """Carry out the plan of one tree until all of it is here."""
         plan = share.plans[tree]
         reading: asyncio.Task[Reason] | None = None
+        helping: asyncio.Task[Reason] | None = None
         asking: asyncio.Task[list[Offer]] | None = None
-        fed = Fed(share.name, tree, STORE)
+        fed = helped = Fed(share.name, tree, STORE)
         try:
             while share.error is None and not share.is_whole(tree):
                 plan.count = share.counts[tree]
                 now_s = time.monotonic()
-                step: Ask | Take | None = None
+                step: Step | None = None
+                if helping is not None and helping.done():
+                    if helping.result() is not Reason.WHOLE:
+                        plan.help_ended(now_s, helping.result())
+                        helped.left_because = helping.result().value
+                    helping = None
                 if asking is not None and asking.done():
                     step, asking = plan.answered(now_s, asking.result()), None
                 elif reading is not None and reading.done():
-                    plan.lost(now_s, reading.result())
-                    fed.left_because, reading = reading.result().value, None
+                    fed.left_because = reading.result().value
+                    if reading.result() is Reason.OVERTAKEN and helping is not None:
+                        plan.overtook()
+                        fed, reading, helping = helped, helping, None
+                    else:
+                        plan.lost(now_s, reading.result())
+                        reading = None
                 step = step or plan.step(now_s)
                 if plan.source is None and reading is not None:
                     await _cancelled(reading)
@@ -423,33 +476,40 @@ class Exchange(Closing):
                     await _cancelled(reading)
                     if step.reason is not None:
                         fed.left_because = fed.left_because or step.reason.value
-                    fed = Fed(share.name, tree, step.source)
-                    self._fed.append(fed)
+                    fed = self._feeder(share, tree, step.source)
                     reading = self._loop.create_task(self._read(share, tree, step, fed))
+                elif isinstance(step, Help):
+                    helped = self._feeder(share, tree, step.source)
+                    helping = self._loop.create_task(self._read(share, tree, step, helped))
                 elif step is not None:
                     asking = self._loop.create_task(self._ask(share, tree, step.nodes))
-                waiting = [task for task in (reading, asking) if task is not None]
+                waiting = [task for task in (reading, helping, asking) if task is not None]
                 if waiting:
                     await asyncio.wait(
                         waiting, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED
                     )
                 else:
                     await asyncio.sleep(_TICK_S)
-            plan.is_whole = share.is_whole(tree)
         finally:
-            await _cancelled(reading)
-            await _cancelled(asking)
+            for task in (reading, helping, asking):
+                await _cancelled(task)
 
-    async def _read(self, share: _Share, tree: int, take: Take, fed: Fed) -> Reason:
+    def _feeder(self, share: _Share, tree: int, source: int) -> Fed:
+        """Return a new line of the report."""
+        fed = Fed(share.name, tree, source)
+        self._fed.append(fed)
+        return fed
+
+    async def _read(self, share: _Share, tree: int, step: Take | Help, fed: Fed) -> Reason:
         """Take chunks from a source until it is no good any more; return why."""
         began_s = self._loop.time()
         try:
-            if take.source == STORE:
+            if step.source == STORE:
                 await self._read_store(share, tree, fed)
             else:
-                return await self._read_node(share, tree, take, fed)
+                return await self._read_node(share, tree, step, fed)
         except CorruptError as error:
-            logger.warning("fan-out: node %d is not asked any more: %s", take.source, error)
+            logger.warning("fan-out: node %d is not asked any more: %s", step.source, error)
             return Reason.WRONG
         except TimeoutError:
             return Reason.SILENT
@@ -465,29 +525,33 @@ class Exchange(Closing):
 
         def moved(count: int) -> None:
             fed.byte_count += count
-            share.received[tree] += count
             share.moved_s = now_s = time.monotonic()
-            plan.alive(now_s, share.received[tree])
+            if plan.source == fed.source:
+                share.received[tree] += count
+                plan.received(now_s, share.received[tree])
 
         return moved
 
-    async def _read_node(self, share: _Share, tree: int, take: Take, fed: Fed) -> Reason:
+    async def _read_node(self, share: _Share, tree: int, step: Take | Help, fed: Fed) -> Reason:
         """Read the frames of another node. Raises: CorruptError, TimeoutError, OSError."""
-        node, plan, count = take.source, share.plans[tree], share.counts[tree]
+        node, plan = step.source, share.plans[tree]
+        count = step.first if isinstance(step, Help) else share.counts[tree]
+        leaves_store = isinstance(step, Take) and step.leaves_store
         moved, nodes = self._alive(share, tree, fed), len(self._addresses)
         link = await self._link(node, SILENCE_S)
         try:
             needs_list = share.chunks is None
-            request = Request(protocol.FEED, tree, count, share.name, take.reads_store, needs_list)
+            request = Request(protocol.FEED, tree, count, share.name, leaves_store, needs_list)
             await link.send(request.encode(), SILENCE_S)
-            head, room = memoryview(bytearray(protocol.FRAME_BYTES)), memoryview(b"")
+            head = memoryview(bytearray(protocol.FRAME_BYTES))
             while not share.is_whole(tree) and share.error is None:
                 await link.receive(head, SILENCE_S)
                 frame = protocol.decode_frame(head, node, nodes)
-                plan.heard(time.monotonic(), frame.offer)
+                if plan.source == node:
+                    plan.offered(time.monotonic(), frame.offer)
                 if frame.kind == protocol.BUSY:
                     return Reason.BUSY
-                if plan.source != node:
+                if node not in (plan.source, plan.helper):
                     return Reason.CIRCLE
                 if frame.kind == protocol.LIST:
                     listed = memoryview(bytearray(frame.length))
@@ -498,12 +562,16 @@ class Exchange(Closing):
                         raise CorruptError("a chunk that the object does not have")
                     if frame.length != chunks.lengths[index]:
                         raise CorruptError(f"chunk {index} has another length than it should")
-                    if len(room) < frame.length:
-                        room = memoryview(bytearray(frame.length))
-                    data = await link.receive(room[: frame.length], SILENCE_S, moved)
+                    if share.has[index] and plan.source == node and plan.helper is not None:
+                        return Reason.OVERTAKEN
+                    buffer = share.take_buffer(frame.length)
+                    data = await link.receive(buffer.data[: frame.length], SILENCE_S, moved)
                     self._accept_chunk(share, index, data)
+                    share.keep(buffer, index)
                     count += 1
                     plan.count = share.counts[tree]
+                    if count == plan.length:
+                        return Reason.WHOLE
             return Reason.CLOSED
         finally:
             link.close()
@@ -529,6 +597,7 @@ class Exchange(Closing):
                     data = await run(self._pool, origin.chunk, index, *place)
                     moved(len(data))
                     self._accept_chunk(share, index, data)
+                    share.keep(_Buffer(memoryview(data)), index)
                     share.plans[tree].count = share.counts[tree]
 
             async with asyncio.TaskGroup() as group:
@@ -644,13 +713,16 @@ class Exchange(Closing):
         share = self._shares.get(request.name)
         if share is None:
             share = await self._awaited(link, request.name)
-        is_home = child < self._trees.node_count and self._trees.parent(tree, child) == self._own
+        is_member = child < self._trees.node_count
+        is_child = is_member and self._trees.parent(tree, child) == self._own
         offer = share.offer(self._own, tree)
         if share.error is not None or not has_room(
-            offer.streams, is_home=is_home, reads_store=request.reads_store
+            offer.streams, is_child=is_child, leaves_store=request.leaves_store
         ):
             await link.send(protocol.encode_frame(protocol.BUSY, 0, offer), ASK_S)
             return
+        if count == 0 and is_member and share.plans:
+            share.plans[tree].began(time.monotonic(), child)
         stream = _Stream()
         share.streams.add(stream)
         try:
@@ -670,7 +742,16 @@ class Exchange(Closing):
                         protocol.CHUNK, length, share.offer(self._own, tree)
                     )
                     await link.send(head, _STALLED_S, more=True)
-                    await link.send_file(share.file, chunks.offsets[index], length, _STALLED_S)
+                    latest = share.latest[tree]
+                    if latest is not None and latest.index == index:
+                        latest.senders += 1
+                        try:
+                            await link.send(latest.data[:length], _STALLED_S)
+                        finally:
+                            latest.senders -= 1
+                            share.release(latest)
+                    else:
+                        await link.send_file(share.file, chunks.offsets[index], length, _STALLED_S)
                 elif share.is_whole(tree):
                     return
                 else:

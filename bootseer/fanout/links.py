@@ -67,7 +67,7 @@ class Link:
             await self._ready(False, min(wait_s, look_s))
         return data
 
-    async def send(self, data: bytes, silence_s: float, *, more: bool = False) -> None:
+    async def send(self, data: bytes | memoryview, silence_s: float, *, more: bool = False) -> None:
         """Send `data`. With `more` the last packet waits for what follows at once.
 
         Raises: TimeoutError when nothing can be sent for `silence_s`; ConnectionError.

@@ -1,30 +1,34 @@
-"""Plan of one node in one tree of one object: whom to take the chunks from, and when to change.
+"""Plan of one node in one tree of one object: which node it reads from, and when it changes.
 
-Chunks of a tree come strictly in order, so that a node's state is one number, its `count`. Each
-node tells with every chunk and every heartbeat what it has, how many it feeds and its *path*: who
-feeds it, who feeds that one, and so on to the store. A node never takes one that has it in its
-path, so that no circle lasts.
+Chunks of a tree come in order, so that a node's state is one number, its `count`. With every chunk
+and every heartbeat a node sends an `Offer`: its count, how many nodes it feeds, and its *path*, the
+nodes between it and the store. No node reads from a node whose path contains it, so that no circle
+lasts.
 
-A node begins with its parent in the tree. It leaves its source
+A node begins with its parent in the tree. While the job is younger than `GATHER_S`, it waits for a
+parent that has not begun. It leaves its source
 
 - at once, when the source is silent for `SILENCE_S`, closes, refuses or sends wrong bytes;
-- when bytes come slowly, and the source is to blame. It asks
-  its source, that one's own source and some others. The source is to blame when it has chunks and
-  does not send them, or its own source has chunks that it does not have. Otherwise somebody nearer
-  to the store is to blame, and the children of that node move; those below wait for `STARVED_S`;
-- when the source is not its parent, and the parent is there again, or the source feeds more than
-  two and another node that is not behind feeds fewer.
+- when the source has chunks and sends them slowly, or lacks chunks that its own source has. The
+  children of the slow node move; the nodes below them wait for `STARVED_S`;
+- for its parent, when the parent works again;
+- when the source feeds more than two nodes and another one feeds fewer.
 
-A node without a source takes one that is as far as itself; of those it takes one that feeds few.
+The children of a node that is lost or slow take the two places that it leaves free
+(`Trees.stand_in`), so that nobody feeds more than two and all lines stay full. A node that begins
+late takes its chunks from the nodes that began last: only these still have free places. A node
+that has one tree whole reads the other one from two nodes (`Help`).
+
 The store is the last resort, since its line is everybody's: nodes nearest to the root go first, and
-whoever reads the store looks for a node that is ahead. A node whose moves do not help becomes
+a node that reads the store looks for a node that is ahead. A node whose moves do not help becomes
 patient: its own line is the slow one.
 
-Pure: the clock and the dice are handed in. `bench/fanout` simulates 10,000 nodes with this code.
+Pure: the clock and the random numbers are passed in. `bench/fanout` simulates 10,000 nodes with
+this code.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 from msgspec import Struct
@@ -32,53 +36,59 @@ from msgspec import Struct
 from bootseer.fanout.trees import STORE, Trees
 
 HEARTBEAT_S = 0.25
-"""How often a source that has nothing to send says so."""
+"""Interval of the heartbeats of a source that has nothing to send."""
 SILENCE_S = 1.0
-"""How long a source may send nothing: three heartbeats get lost before it counts as lost."""
+"""A source that sends nothing for so long is lost: three heartbeats are missing."""
 ASK_S = 0.4
-"""How long answers are waited for."""
+"""Deadline of an answer."""
+GATHER_S = 1.5
+"""Age of the job up to which a node waits for its parent to begin."""
 STARVED_S = 2.0
-"""How long a node waits for those above it to get round a slow node."""
+"""How long a node waits for the nodes above it to go round a slow node."""
 STUCK_S = 0.4
-"""How long a chunk may take before its child does not count as one that is fed: it is lost or
-slow, and there is room for another one."""
+"""A child whose chunk takes longer is not counted as fed: it is lost or slow, and there is room for
+another one."""
 FAIR_STREAMS = 2
 """Nodes that a node feeds in one object when all is well."""
-STREAMS_MAX, HOME_STREAMS_MAX = 3, 5
-"""Nodes that a node feeds at most in one object: anybody, or those that it has to take."""
+STREAMS_MAX, CHILD_STREAMS_MAX = 3, 5
+"""Nodes that a node feeds at most in one object: any nodes, or its children in the trees."""
 
 PATH_MAX = 32
-"""Nodes of a path that are told: trees over 10,000 nodes are half as deep."""
+"""Nodes of a path that are sent: trees over 10,000 nodes are half as deep."""
 
 _FIRST_S = 0.6
-"""How long a source that says that it has chunks may take to send the first bytes of one."""
+"""How long a source that offers chunks may take to send the first bytes of one."""
 _WINDOW_S = 0.6
-"""Over which a rate is measured: some round trips, and much less than a start."""
+"""Time over which a rate is measured: some round trips, and much less than a start."""
 _LOW_SHARE, _OTHER_SHARE = 0.4, 0.6
-"""A rate is low below so much of the best one, or of so much of what the other tree brings: a
+"""A rate is low below this share of the best one, or of this share of the other tree's rate: a
 source may have been slow from the beginning."""
 _FLOOR_BYTES_PER_S = 100_000.0
-"""What any line should bring: a source that drips from the beginning is left for this reason."""
+"""Rate below which a source is slow in any network."""
 _LEAD_S = 0.3
 """How far ahead, at the best rate, another node must be to be worth a move."""
 _SLOW_S = 1.0
-"""How long a source that has chunks may send them slowly. Longer than it takes the children of a
-node with a slow line to see that it is behind: they move, and it stays."""
+"""How long a source that has chunks may send them slowly."""
+_BEHIND_S, _FIRST_BEHIND_S = 0.3, 1.4
+"""How long a source may be behind its own source, and at the beginning, when that one may lie."""
 _REPAIR_S = 0.5
 """How long a source that has just moved is given to catch up."""
-_ASK_PAUSE_S, _CROWDED_PAUSE_S, _STORE_PAUSE_S, _RETRY_S = 0.3, 0.5, 0.5, 0.15
-_HOME_PAUSE_S, _HOME_BEHIND_S = 0.5, 1.5
-"""How often a node that its parent does not feed asks the parent, and how far behind that may be:
-only where each is fed by its parent, nobody feeds more than two."""
-_PATIENCE_MAX, _CROWDED_FACTOR = 8.0, 1.5
-_FULL_S = 1.5
-"""How long a node without a source waits for room at those that are ahead."""
+_STAND_IN_BEHIND_S, _PARENT_BEHIND_S = 1.5, 0.6
+"""How far behind this node a stand-in or the returned parent may be."""
+_ASK_PAUSE_S, _CROWDED_PAUSE_S, _STORE_PAUSE_S, _PARENT_PAUSE_S = 0.3, 0.5, 0.5, 0.5
+_RETRY_S = 0.15
+_PATIENCE_MAX, _LINE_PATIENCE = 8.0, 4.0
+_FULL_S = 1.0
+"""How long a node without a source waits for room at nodes that are ahead."""
+_SETTLED_S = 3.0
+"""How long a root looks for nodes that began before it and are ahead."""
 _TURN_S, _ALONE_S = 0.25, 0.3
-"""How much later the nodes of the next level go to the store; how long a node that begins before
-its parent waits for others."""
-_TRICKLE_SHARE, _TRICKLE_DEPTH = 0.25, 3
-_JOINED_S = 1.5
+"""Delay of each further level of a tree before its nodes read the store; how long a node that
+nobody answers waits."""
+_HELP_S = 0.6
+"""Time that a tree must still take to be read from two nodes."""
 _RANDOM_COUNT, _LAST_ASK_COUNT, _READERS_MAX = 6, 16, 4
+_TOP_COUNT, _NEWEST_MAX, _SEARCHES_MAX = 7, 4, 4
 
 
 class Reason(Enum):
@@ -86,6 +96,7 @@ class Reason(Enum):
 
     WRONG = "it sent wrong bytes"
     SILENT = "it was silent"
+    IDLE = "it had chunks and sent none"
     CLOSED = "it closed the connection"
     REFUSED = "it could not be reached"
     BUSY = "it feeds enough others"
@@ -93,25 +104,28 @@ class Reason(Enum):
     STARVED = "nothing came to it"
     CROWDED = "another one feeds fewer"
     AHEAD = "another node is ahead"
-    HOME = "the own parent is there again"
+    PARENT = "the own parent is there again"
     CIRCLE = "it is fed by this node"
+    WHOLE = "all of it is here"
+    OVERTAKEN = "another node has sent the rest"
 
 
 _BAN_S = {
     Reason.WRONG: math.inf,
-    Reason.SILENT: 10.0,
+    Reason.SILENT: 2.0,
+    Reason.IDLE: 20.0,
     Reason.CLOSED: 1.0,
     Reason.REFUSED: 0.5,
     Reason.BUSY: 0.5,
     Reason.SLOW: 10.0,
-    Reason.STARVED: 3.0,
+    Reason.STARVED: 1.0,
     Reason.CIRCLE: 1.0,
 }
-"""Seconds for which a source that was left is not taken again; each time twice as many."""
+"""Seconds for which a source that was left is not used again; each time twice as many."""
 
 
 class Offer(Struct, frozen=True):
-    """Answer of a node that was asked, or what a source says of itself with each chunk."""
+    """What a node says of itself: as an answer, and as a source with each chunk."""
 
     node: int
     count: int
@@ -119,9 +133,16 @@ class Offer(Struct, frozen=True):
     streams: int
     """Nodes that it feeds in this object."""
     path: tuple[int, ...]
-    """Who feeds it, who feeds that node, and so on to STORE; empty while nobody feeds it."""
+    """Its source, the source of that one, and so on to STORE; empty while it has none."""
     is_low: bool = False
-    """Whether less comes to it than did."""
+    """Whether it receives less than it did."""
+    is_line_slow: bool = False
+    """Whether both of its sources have chunks that reach it slowly."""
+    age_s: float = 0.0
+    """Age of the job, as far as the node knows."""
+    newest: int = STORE
+    """The node that began last, as far as the node knows; STORE: it knows none."""
+    newest_age_s: float = 0.0
 
 
 class Ask(Struct, frozen=True):
@@ -131,41 +152,50 @@ class Ask(Struct, frozen=True):
 
 
 class Take(Struct, frozen=True):
-    """Take the chunks from `source` from now on."""
+    """Read the chunks from `source` from now on."""
 
     source: int
     reason: Reason | None
     """Why the last source is left; None at the beginning."""
-    reads_store: bool = False
-    """Whether the store is left."""
+    leaves_store: bool = False
 
 
-def has_room(streams: int, *, is_home: bool, reads_store: bool) -> bool:
-    """Return whether a node that feeds `streams` others takes one more.
+class Help(Struct, frozen=True):
+    """Read the chunks of the tree from `first` on from `source`, too."""
 
-    It always has room for its own children, and for a node that leaves the store to the others.
+    source: int
+    first: int
+
+
+Step = Ask | Take | Help
+
+
+def has_room(streams: int, *, is_child: bool, leaves_store: bool) -> bool:
+    """Return whether a node that feeds `streams` nodes feeds one more.
+
+    There is always room for the node's own children, and for a node that leaves the store.
     """
-    return streams < (HOME_STREAMS_MAX if is_home or reads_store else STREAMS_MAX)
+    return streams < (CHILD_STREAMS_MAX if is_child or leaves_store else STREAMS_MAX)
 
 
-class _Meter:
-    """Rate at which bytes come."""
+class _RateMeter:
+    """Rate at which the bytes of a tree arrive."""
 
     def __init__(self, now_s: float) -> None:
         self.byte_count, self.start_s = 0, now_s
         self.now_s = self.arrived_s = self.good_s = now_s
-        """Of the last look; of the last bytes; when the rate was last as it should be."""
+        """Time of the last measurement, of the last bytes, of the last rate that was not low."""
         self.rate, self.best, self.due = math.inf, 0.0, 0.0
-        """Bytes per second: now, infinite while too little is known; at best; as it should be."""
+        """Bytes per second: measured, infinite while unknown; the best one; the expected one."""
         self._window = [(now_s, 0)]
 
-    def came(self, now_s: float, byte_count: int) -> None:
-        """Note that so many bytes have come altogether."""
+    def add(self, now_s: float, byte_count: int) -> None:
+        """Note that `byte_count` bytes have arrived altogether."""
         if byte_count > self.byte_count:
             self.byte_count, self.arrived_s = byte_count, now_s
 
-    def look(self, now_s: float, other: "_Meter | None") -> None:
-        """Measure; `other` is the meter of the other tree."""
+    def measure(self, now_s: float, other: "_RateMeter | None") -> None:
+        """Measure the rate; `other` is the meter of the other tree."""
         self.now_s, window = now_s, self._window
         window.append((now_s, self.byte_count))
         while len(window) > 2 and window[1][0] <= now_s - _WINDOW_S:
@@ -182,26 +212,32 @@ class _Meter:
         if not self.is_low:
             self.good_s = now_s
 
-    def begin_anew(self, now_s: float) -> None:
+    def restart(self, now_s: float) -> None:
         """Measure another source from now on."""
         self._window = [(now_s, self.byte_count)]
         self.rate = math.inf
 
     @property
     def recent(self) -> float:
-        """Rate as far as it is known: at the end, and at the beginning, the mean."""
+        """Rate as far as it is known: at the beginning and at the end, the mean."""
         if math.isinf(self.rate) or self.now_s - self.arrived_s > _WINDOW_S:
             return self.byte_count / max(_WINDOW_S, self.arrived_s - self.start_s)
         return self.rate
 
     @property
     def is_low(self) -> bool:
-        """Whether less comes than should."""
+        """Whether less arrives than expected."""
         return self.rate <= _LOW_SHARE * self.due
+
+    @property
+    def was_low(self) -> bool:
+        """Whether the rate is low, or is unknown and was low before."""
+        is_unknown = math.isinf(self.rate)
+        return self.is_low or (is_unknown and self.now_s - self.good_s > 2 * _WINDOW_S)
 
 
 class _Bans:
-    """Sources that are not taken for a while."""
+    """Sources that are not used for a while."""
 
     def __init__(self) -> None:
         self._until: dict[int, tuple[float, int]] = {}
@@ -213,12 +249,12 @@ class _Bans:
             self._until[node] = now_s + _BAN_S[reason] * 2.0 ** min(times, 10), times + 1
 
     def has(self, now_s: float, node: int) -> bool:
-        """Whether a node is banned now."""
+        """Return whether a node is banned."""
         return self._until.get(node, (0.0, 0))[0] > now_s
 
 
 class SourcePlan:
-    """Whom one node takes the chunks of one tree from. Not thread-safe."""
+    """Choice of the node from which one node reads the chunks of one tree. Not thread-safe."""
 
     def __init__(
         self,
@@ -227,278 +263,437 @@ class SourcePlan:
         tree: int,
         *,
         chunk_bytes: float,
-        dice: Callable[[], float],
+        random: Callable[[], float],
         now_s: float,
     ) -> None:
-        """Begin. `chunk_bytes` is the mean size; `dice` returns random numbers in [0, 1)."""
+        """Begin. `chunk_bytes` is the mean size; `random` returns numbers in [0, 1)."""
         self.source: int | None = None
-        """Who feeds the node: a node, STORE, or None."""
-        self.count = 0
-        """Chunks of the tree that are here, from the first one on."""
+        """The node that feeds this one, STORE, or None."""
+        self.helper: int | None = None
+        """The node that sends the end of the tree meanwhile."""
+        self.count = self.length = 0
+        """Chunks of the tree that are here, from the first one on; all chunks, 0 while unknown."""
         self.other: SourcePlan | None = None
-        """The plan of the other tree, whose rate tells what the node's line can do."""
-        self.is_whole = False
-        """Whether all chunks of the tree are here."""
+        """The plan of the other tree, whose rate shows what the node's line can do."""
         self.chunk_bytes = chunk_bytes
-        self._trees, self._node, self._tree, self._dice = trees, node, tree, dice
-        self._home, self._ancestors = trees.parent(tree, node), trees.ancestors(tree, node)
-        siblings = trees.children(tree, self._home) if self._home != STORE else ()
-        self._is_second = node in siblings[1:]
-        self._meter, self._bans = _Meter(now_s), _Bans()
-        self._told = Offer(STORE, 0, 0, ())
-        """What the source said last."""
-        self._start_s = self._since_s = self._alive_s = now_s
-        """When the plan began; when the source was taken; when it last gave a sign of life."""
-        self._repaired_s = self._source_moved_s = now_s
-        """When somebody on the path last moved; when the source itself did."""
-        self._patience = self._crowded_patience = 1.0
+        self._trees, self._node, self._tree, self._random = trees, node, tree, random
+        self._parent, self._stand_in = trees.parent(tree, node), trees.stand_in(tree, node)
+        self._ancestors = trees.ancestors(tree, node)
+        self._meter, self._bans = _RateMeter(now_s), _Bans()
+        self._offer = Offer(STORE, 0, 0, ())
+        """The last offer of the source."""
+        self._job_s = self._start_s = self._since_s = self._alive_s = self._offered_s = now_s
+        """When the first node began, as far as known; when this one did; when it took its source;
+        when that one last sent anything; when it first had chunks to send."""
+        self._path_changed_s = self._source_moved_s = now_s
+        """When a node of the path last changed its source; when the source itself did."""
+        self._patience = 1.0
         self._asked: tuple[int, ...] | None = None
-        """Who is being asked."""
+        """Nodes that are being asked."""
         self._ask_s = now_s
-        """When somebody may be asked next."""
+        """When nodes may be asked again."""
         self._readers: list[int] = []
-        """Nodes that read the store, as others said."""
+        """Nodes that read the store."""
+        self._newest: dict[int, float] = {}
+        """When the nodes that began last did so."""
+        self._has_begun = self._has_met_parent = False
         # While there is no source:
-        self._idle_s, self._idle_depth = now_s, len(self._ancestors)
+        self._lost_s, self._depth = now_s, len(self._ancestors)
         self._lost_source: int | None = None
         self._reason: Reason | None = None
-        self._round, self._has_answer = -1, False
+        self._is_second_round = self._has_answer = False
+        # Search for a node with a free place:
+        self._search_count = 0
+        self._searched: set[int] = set()
 
-    # What the node sees
+    # Input
 
-    def alive(self, now_s: float, byte_count: int) -> None:
-        """Note a sign of life of the source; `byte_count` bytes of the tree have come so far."""
+    def received(self, now_s: float, byte_count: int) -> None:
+        """Note bytes of the source; `byte_count` bytes of the tree have arrived so far."""
         self._alive_s = now_s
-        self._meter.came(now_s, byte_count)
+        self._meter.add(now_s, byte_count)
 
-    def heard(self, now_s: float, told: Offer) -> None:
+    def offered(self, now_s: float, offer: Offer) -> None:
         """Note what the source says of itself."""
-        self._alive_s = now_s
-        if told.path != self._told.path:
-            self._repaired_s = now_s
-            if told.path[:1] != self._told.path[:1]:
+        self._alive_s, last = now_s, self._offer
+        if offer.path != last.path:
+            self._path_changed_s = now_s
+            if offer.path[:1] != last.path[:1]:
                 self._source_moved_s = now_s
-        self._told = told
-        if self._node in told.path:
+        if last.count <= self.count < offer.count:
+            self._offered_s = now_s
+        self._offer = offer
+        self._has_met_parent |= offer.node == self._parent
+        self._job_s = min(self._job_s, now_s - offer.age_s)
+        if self._node in offer.path:
             self.lost(now_s, Reason.CIRCLE)
 
-    def lost(self, now_s: float, reason: Reason) -> None:
-        """Note that the source is gone, or no good."""
-        self._bans.add(now_s, self.source, reason)
-        self._idle_s, self._idle_depth = now_s, len(self._told.path) or len(self._ancestors)
-        self._lost_source, self.source, self._reason = self.source, None, reason
-        self._round, self._has_answer, self._ask_s = 0, False, now_s
+    def began(self, now_s: float, node: int, age_s: float = 0.0) -> None:
+        """Note that a node began `age_s` ago."""
+        if node not in (STORE, self._node):
+            self._newest[node] = min(now_s - age_s, self._newest.get(node, math.inf))
+            if len(self._newest) > _NEWEST_MAX:
+                del self._newest[min(self._newest, key=self._newest.__getitem__)]
 
-    def offer(self, streams: int) -> Offer:
-        """Return what the node says of itself."""
-        if self.is_whole:
-            return Offer(self._node, self.count, streams, (STORE,))
-        is_low = self.source is None or self._meter.now_s - self._meter.good_s > _WINDOW_S
-        return Offer(self._node, self.count, streams, self.path, is_low)
+    def lost(self, now_s: float, reason: Reason) -> None:
+        """Note that the source is gone, or of no use."""
+        if reason is not Reason.REFUSED or not self._waits_for_parent(now_s):
+            self._bans.add(now_s, self.source, reason)
+        self._lost_s, self._depth = now_s, len(self._offer.path) or len(self._ancestors)
+        self._lost_source, self.source, self._reason = self.source, None, reason
+        self._is_second_round, self._has_answer, self._ask_s = False, False, now_s
+        self._search_count, self._searched = 0, set()
+
+    def help_ended(self, now_s: float, reason: Reason) -> None:
+        """Note that the helper sends no more."""
+        self._bans.add(now_s, self.helper, reason)
+        self.helper = None
+
+    def overtook(self) -> None:
+        """Note that the source has come to where the helper began: the helper is the source."""
+        self.source, self.helper = self.helper, None
+        self._offer = Offer(self._node if self.source is None else self.source, 0, 0, (STORE,))
+
+    # Output
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all chunks of the tree are here."""
+        return 0 < self.length == self.count
+
+    def offer(self, now_s: float, streams: int) -> Offer:
+        """Return what the node says of itself while it feeds `streams` nodes."""
+        newest = max(self._newest, key=self._newest.__getitem__, default=STORE)
+        newest_age_s = now_s - self._newest.get(newest, now_s)
+        age_s = now_s - self._job_s
+        path, is_low, is_line_slow = self.path, False, False
+        if not self.is_whole:
+            is_low = self.source is None or self._meter.was_low
+            is_line_slow = self._is_line_slow
+        return Offer(
+            self._node, self.count, streams, path, is_low, is_line_slow, age_s, newest, newest_age_s
+        )
 
     @property
     def path(self) -> tuple[int, ...]:
-        """Who feeds the node, who feeds that one, and so on to STORE, as far as known."""
-        if self.source is None or self.source == STORE:
-            return () if self.source is None else (STORE,)
-        return (self.source, *self._told.path)[:PATH_MAX]
+        """The source, the source of that one, and so on to STORE, as far as known."""
+        if self.is_whole or self.source == STORE:
+            return (STORE,)
+        return () if self.source is None else (self.source, *self._offer.path)[:PATH_MAX]
 
-    # What the node does
-
-    def step(self, now_s: float) -> Ask | Take | None:
+    def step(self, now_s: float) -> Step | None:
         """Return what to do now. Call it every 0.1 s or so, and after `lost`."""
-        self._meter.look(now_s, None if self.other is None else self.other._meter)
+        self._meter.measure(now_s, None if self.other is None else self.other._meter)
         if self._patience > 1 and now_s - self._since_s > 2.0 and not self._meter.is_low:
             self._patience = 1.0
-        is_fed_by_node = self.source is not None and self.source != STORE
-        # It has chunks, and sends none: not a sign of life is enough at the beginning.
-        is_idle = self._told.count > self.count and self._meter.arrived_s < self._since_s
-        silence_s = now_s - (self._since_s if is_idle else self._alive_s)
-        if is_fed_by_node and silence_s > (_FIRST_S if is_idle else SILENCE_S):
-            self.lost(now_s, Reason.SILENT)
-        if self._round < 0:
-            self._round = 0
-            return self._take(now_s, self._home, None)
+        if not self._has_begun:
+            self._has_begun = True
+            return self._take(now_s, self._parent, None)
+        self._check_silence(now_s)
         if self._asked is not None or now_s < self._ask_s:
             return None
         if self.source is None:
-            return self._ask(now_s, self._known() if self._round == 0 else self._readers)
+            if self._search_count:
+                return self._ask(now_s, self._unsearched())
+            second = [*self._readers, *self._trees.top(self._tree, _TOP_COUNT)]
+            return self._ask(now_s, second if self._is_second_round else self._likely_sources())
+        if self._wants_help:
+            return self._ask(now_s, self._likely_sources(), _ASK_PAUSE_S)
         if self.source == STORE:
-            was_first = self._home == STORE and now_s - self._start_s > _JOINED_S
-            if was_first and not self._meter.is_low:
+            is_settled = self._parent == STORE and now_s - self._start_s > _SETTLED_S
+            if is_settled and not self._meter.is_low:
                 return None
-            pause_s = _STORE_PAUSE_S * (1 + self._dice())
-            return self._ask(now_s, [*self._readers, *self._known()], pause_s)
-        if now_s - self._since_s < _WINDOW_S:
+            top = self._trees.top(self._tree, _TOP_COUNT)
+            pause_s = _STORE_PAUSE_S * (1 + self._random())
+            return self._ask(now_s, [*self._readers, *self._likely_sources(), *top], pause_s)
+        if now_s - self._since_s < _WINDOW_S and not (self._is_late and self._offer.count):
             return None
         if self._meter.is_low:
-            return self._ask(now_s, self._known(), _ASK_PAUSE_S)
-        if self.source == self._home:
-            return None
-        if self._told.streams > FAIR_STREAMS and self._told.count > self.count + 1:
-            pause_s = _CROWDED_PAUSE_S * self._crowded_patience * (0.5 + self._dice())
-            return self._ask(now_s, self._known(), pause_s)
-        if self._home != STORE and not self._bans.has(now_s, self._home):
-            self._ask_s, self._asked = now_s + _HOME_PAUSE_S * (0.5 + self._dice()), (self._home,)
+            return self._ask(now_s, self._likely_sources(), _ASK_PAUSE_S)
+        if self._is_crowded:
+            nodes = self._unsearched() if self._search_count else self._likely_sources()
+            return self._ask(now_s, nodes, _CROWDED_PAUSE_S * (0.5 + self._random()))
+        if self._parent not in (STORE, self.source) and not self._bans.has(now_s, self._parent):
+            self._ask_s = now_s + _PARENT_PAUSE_S * (0.5 + self._random())
+            self._asked = (self._parent,)
             return Ask(self._asked)
         return None
 
-    def answered(self, now_s: float, offers: Iterable[Offer]) -> Take | None:
+    def _check_silence(self, now_s: float) -> None:
+        if self.source is None or self.source == STORE:
+            return
+        # At the beginning a source that has chunks must send some: heartbeats do not count.
+        is_idle = self._offer.count > self.count and self._meter.arrived_s < self._since_s
+        last_s = max(self._since_s, self._offered_s) if is_idle else self._alive_s
+        if now_s - last_s > (_FIRST_S if is_idle else SILENCE_S):
+            self.lost(now_s, Reason.IDLE if is_idle else Reason.SILENT)
+
+    def answered(self, now_s: float, offers: Iterable[Offer]) -> Step | None:
         """Return what to do, now that these of the asked nodes have answered."""
         by_node = {one.node: one for one in offers}
-        for node in self._asked or ():
-            if node not in by_node:
-                self._bans.add(now_s, node, Reason.REFUSED)
+        for one in by_node.values():
+            self._job_s = min(self._job_s, now_s - one.age_s)
+            self.began(now_s, one.newest, one.newest_age_s)
+        if not self._waits_for_parent(now_s):
+            for node in self._asked or ():
+                if node not in by_node:
+                    self._bans.add(now_s, node, Reason.REFUSED)
         self._asked = None
         readers = [(one.node, *one.path)[-2] for one in by_node.values() if STORE in one.path]
         self._readers = list(dict.fromkeys([*readers, *self._readers]))[:_READERS_MAX]
         if self.source is None:
-            return self._take_first(now_s, by_node)
+            return self._find_source(now_s, by_node)
+        if self._wants_help:
+            first = (self.count + self.length) // 2
+            fair = [one for one in by_node.values() if one.streams < FAIR_STREAMS]
+            self.helper = self._choose(now_s, fair, min(self.length, first + self._lead))
+            if self.helper is not None:
+                return Help(self.helper, first)
         if self.source == STORE:
-            # A root does not believe a single one: all are below it.
-            ahead = [one for one in by_node.values() if one.count >= self.count + 2]
-            is_believed = len(ahead) > (self._home == STORE)
-            best = self._best(now_s, ahead, 0) if is_believed else None
-            return None if best is None else self._take(now_s, best, Reason.AHEAD)
+            return self._leave_store(now_s, list(by_node.values()))
         if self._meter.is_low:
-            return self._get_round(now_s, by_node)
-        home = by_node.get(self._home)
-        behind = math.ceil(_HOME_BEHIND_S * self._meter.best / self.chunk_bytes)
-        if (
-            home is not None
-            and not home.is_low
-            and self._may_take(now_s, home)
-            and home.count >= self.count - behind
-        ):
-            return self._take(now_s, self._home, Reason.HOME)
-        room = self._told.streams - 1
-        fewer = [one for one in by_node.values() if not one.is_low and one.streams < room]
-        best = self._best(now_s, fewer, self.count)
-        if best is None:
+            return self._leave_slow_source(now_s, by_node)
+        parent = by_node.get(self._parent)
+        if parent is not None and self._can_return(now_s, parent):
+            return self._take(now_s, self._parent, Reason.PARENT)
+        if not self._is_crowded:
             return None
-        self._crowded_patience *= _CROWDED_FACTOR
+        room = self._offer.streams - 1
+        fewer = [one for one in by_node.values() if not one.is_low and one.streams < room]
+        best = self._choose(now_s, fewer, self.count)
+        if best is None:
+            self._search(now_s, by_node)
+            return None
         return self._take(now_s, best, Reason.CROWDED)
 
-    def _get_round(self, now_s: float, offers: dict[int, Offer]) -> Take | None:
-        """Return where to go while too little comes; None: wait for those nearer to the store."""
+    def _leave_store(self, now_s: float, offers: Sequence[Offer]) -> Take | None:
+        """Return a node that is ahead, or one nearer to the root that reads the store, too.
+
+        A single node is not believed: another one must be fed by it.
+        """
+        least_count = self.count - self._lead
+
+        def is_better(one: Offer) -> bool:
+            is_reader = one.path == (STORE,) and self._rank(one.node) < self._rank(self._node)
+            return one.count >= self.count + 2 or (is_reader and one.count >= least_count)
+
+        def has_witness(one: Offer) -> bool:
+            fed_count = max(1, min(self.count, one.count - self._lead))
+            return any(one.node in child.path and child.count >= fed_count for child in offers)
+
+        better = [one for one in offers if is_better(one) and has_witness(one)]
+        best = self._choose(now_s, better, 0)
+        return None if best is None else self._take(now_s, best, Reason.AHEAD)
+
+    def _can_return(self, now_s: float, parent: Offer) -> bool:
+        """Return whether the parent can feed this node again."""
+        if parent.is_low or not self._can_use(now_s, parent):
+            return False
+        has_place = not self._is_late or parent.streams < FAIR_STREAMS
+        return has_place and parent.count + self._chunks_in(_PARENT_BEHIND_S) >= self.count
+
+    def _leave_slow_source(self, now_s: float, offers: dict[int, Offer]) -> Take | None:
+        """Return where to go while too little arrives; None: wait for nodes nearer to the store."""
         assert self.source is not None
-        lead, told = self._lead, offers.pop(self.source, self._told)
+        lead, answer = self._lead, offers.pop(self.source, None)
+        source = answer or self._offer
         low_s = now_s - self._meter.good_s
-        starved_s = now_s - max(self._meter.good_s, self._repaired_s)
-        above = offers.get(told.path[0]) if told.path else None
-        is_slow = told.count - self.count >= lead
-        if is_slow and low_s < _SLOW_S * self._patience:
+        starved_s = now_s - max(self._meter.good_s, self._path_changed_s)
+        above = offers.get(source.path[0]) if source.path else None
+        is_slow = source.count - self.count >= lead
+        patience = self._patience * (_LINE_PATIENCE if self._is_line_slow else 1)
+        if is_slow and low_s < _SLOW_S * patience:
             return None
+        is_gone = answer is None or now_s - self._alive_s > 2 * HEARTBEAT_S
+        is_proven = low_s > (_BEHIND_S if self.count else _FIRST_BEHIND_S)
         is_behind = (
             above is not None
-            and above.count - told.count >= lead
+            and above.count - source.count >= lead
             and now_s - self._source_moved_s > _REPAIR_S
+            and (is_gone or source.is_line_slow or is_proven)
         )
         if is_slow or is_behind or starved_s > STARVED_S:
-            best = self._best(now_s, offers.values(), self.count + lead)
+            best = self._choose(now_s, offers.values(), self.count + lead)
+            if self.source == self._parent and self._can_stand_in(now_s, offers):
+                best = self._stand_in
             if best is not None:
                 return self._leave(now_s, best, Reason.SLOW if is_slow else Reason.STARVED)
-        depth = len(self._ancestors)
-        is_trickle = self._meter.rate <= _TRICKLE_SHARE * self._meter.due
-        may_try = is_trickle and depth <= _TRICKLE_DEPTH
-        turn_s = 1.5 * depth + 0.75 * self._is_second
-        dry_s = now_s - max(self._meter.arrived_s, self._repaired_s)
-        is_turn = (may_try and starved_s > turn_s) or dry_s > STARVED_S + 2 * _TURN_S * depth
-        # Where the source claims to have more, it is more likely the own line.
-        is_turn &= not is_slow or low_s > (STARVED_S + turn_s) * self._patience
+        turn_s = STARVED_S + 2 * _TURN_S * len(self._ancestors)
+        is_turn = now_s - max(self._meter.arrived_s, self._path_changed_s) > turn_s
+        # Where the source has more, it is more likely the own line.
+        is_turn &= not is_slow or low_s > 2 * turn_s * self._patience
         return self._leave(now_s, STORE, Reason.STARVED) if is_turn else None
 
-    def _take_first(self, now_s: float, offers: dict[int, Offer]) -> Take | None:
+    def _find_source(self, now_s: float, offers: dict[int, Offer]) -> Take | None:
         """Return the next source of a node that has none; None: ask again."""
         self._has_answer |= bool(offers)
+        if self._waits_for_parent(now_s):
+            if self._parent in offers and self._can_use(now_s, offers[self._parent]):
+                return self._take(now_s, self._parent, self._reason)
+            self._lost_s, self._ask_s = now_s, now_s + _RETRY_S
+            return None
+        fed = [one for one in offers.values() if STORE in one.path]
+        has_place = self._lost_source == self._parent and self._can_stand_in(now_s, offers)
+        if has_place and (self._stand_in != STORE or self.count or not fed):
+            return self._take(now_s, self._stand_in, self._reason)
         if self.count == 0:
             # All have just begun: the nearest ancestor that is there will be fed in time.
             for node in self._ancestors:
-                if node in offers and self._may_take(now_s, offers[node]):
+                if node in offers and self._can_use(now_s, offers[node]):
                     return self._take(now_s, node, self._reason)
-        fed = [one for one in offers.values() if one.path and self._lost_source not in one.path]
-        best = self._best(now_s, fed, self.count)
+        fed = [one for one in fed if self._lost_source not in one.path]
+        best = self._choose(now_s, fed, self.count)
         if best is not None:
+            if offers[best].streams >= FAIR_STREAMS and self._search(now_s, offers):
+                return None
             return self._take(now_s, best, self._reason)
-        idle_s, is_last_round = now_s - self._idle_s, self._round > 0
-        if any(one.count > self.count for one in offers.values()):
-            is_turn = idle_s > _FULL_S
-        elif self._has_answer:
-            # The one that is nearest to the root goes first; the others find it ahead.
-            others = [n for n, one in offers.items() if self._node not in one.path]
-            is_first = all(self._rank(self._node) < self._rank(n) for n in others)
-            wait_s = 0.0 if is_first else _TURN_S * (1 + self._idle_depth)
-            if self.count == 0 and self._home != STORE:
-                wait_s = max(wait_s, _ALONE_S * (1 + 0.3 * len(self._ancestors)))
-            is_turn = is_last_round and idle_s > wait_s
-        else:
-            is_turn = is_last_round and idle_s > _ALONE_S * (1 + 0.3 * len(self._ancestors))
-        if is_turn:
+        if self._is_second_round and now_s - self._lost_s > self._store_wait_s(offers):
             return self._take(now_s, STORE, self._reason)
-        self._round = 0 if is_last_round else 1
-        self._ask_s = now_s + (_RETRY_S if is_last_round else 0.0)
+        self._ask_s = now_s + (_RETRY_S if self._is_second_round else 0.0)
+        self._is_second_round = not self._is_second_round
         return None
 
-    # Choosing
+    def _store_wait_s(self, offers: dict[int, Offer]) -> float:
+        """Return how long this node goes without a source before it reads the store."""
+        alone_s = _ALONE_S * (1 + 0.3 * len(self._ancestors))
+        if any(one.count > self.count for one in offers.values()):
+            return _FULL_S
+        if not self._has_answer:
+            return alone_s
+        # The node that is nearest to the root goes first; the others find it ahead.
+        others = [n for n, one in offers.items() if self._node not in one.path]
+        is_first = all(self._rank(self._node) < self._rank(n) for n in others)
+        wait_s = 0.0 if is_first else _TURN_S * (1 + self._depth)
+        return max(wait_s, alone_s) if self.count == 0 and self._parent != STORE else wait_s
+
+    # State
+
+    def _waits_for_parent(self, now_s: float) -> bool:
+        is_new = self.count == 0 and not self._has_met_parent and self._parent != STORE
+        is_banned = self._bans.has(now_s, self._parent)
+        return is_new and not is_banned and now_s - self._job_s < GATHER_S
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the node began when the others had long begun."""
+        return self._start_s - self._job_s > GATHER_S
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether the source feeds more than it should, and this node has no right to its place."""
+        has_own_place = self.source in (self._parent, self._stand_in) and not self._is_late
+        is_full = self._offer.streams > FAIR_STREAMS and self._offer.count > self.count + 1
+        return is_full and not has_own_place
+
+    @property
+    def _is_held_up(self) -> bool:
+        """Whether the source has chunks that arrive slowly."""
+        return self._meter.is_low and self._offer.count - self.count >= self._lead
+
+    @property
+    def _is_line_slow(self) -> bool:
+        """Whether the sources of both trees have chunks that arrive slowly."""
+        return self._is_held_up and self.other is not None and self.other._is_held_up
+
+    @property
+    def _wants_help(self) -> bool:
+        """Whether the other tree is whole, so that half of the line is free, and this one takes
+        long enough."""
+        if self.helper is not None or self.other is None or not self.other.is_whole:
+            return False
+        rate = self._meter.best if math.isinf(self._meter.rate) else self._meter.rate
+        return (self.length - self.count) * self.chunk_bytes > _HELP_S * rate
+
+    def _chunks_in(self, seconds: float) -> int:
+        """Return how many chunks arrive in a time at the best rate."""
+        return math.ceil(seconds * self._meter.best / self.chunk_bytes)
 
     @property
     def _lead(self) -> int:
         """How many chunks ahead another node is worth a move."""
-        return max(2, math.ceil(_LEAD_S * self._meter.best / self.chunk_bytes))
+        return max(2, self._chunks_in(_LEAD_S))
+
+    # Choice
 
     def _rank(self, node: int) -> tuple[int, int]:
         return len(self._trees.ancestors(self._tree, node)), node
 
-    def _may_take(self, now_s: float, offer: Offer) -> bool:
+    def _can_use(self, now_s: float, offer: Offer) -> bool:
         if offer.node == self.source or self._node in offer.path:
             return False
-        is_home, reads_store = offer.node == self._home, self.source == STORE
-        has_place = has_room(offer.streams, is_home=is_home, reads_store=reads_store)
-        return has_place and not self._bans.has(now_s, offer.node)
+        is_child, leaves_store = offer.node == self._parent, self.source == STORE
+        is_free = has_room(offer.streams, is_child=is_child, leaves_store=leaves_store)
+        return is_free and not self._bans.has(now_s, offer.node)
 
-    def _best(self, now_s: float, offers: Iterable[Offer], least_count: int) -> int | None:
-        """Return a node that has so many chunks: one that feeds few.
+    def _can_stand_in(self, now_s: float, offers: dict[int, Offer]) -> bool:
+        """Return whether the stand-in of the parent is fed and not far behind."""
+        if self._stand_in == STORE:
+            return self._parent != STORE
+        offer = offers.get(self._stand_in)
+        if offer is None or STORE not in offer.path or not self._can_use(now_s, offer):
+            return False
+        if offer.is_line_slow:
+            return False
+        return offer.count + self._chunks_in(_STAND_IN_BEHIND_S) >= self.count
+
+    def _choose(self, now_s: float, offers: Iterable[Offer], least_count: int) -> int | None:
+        """Return a node that has so many chunks and feeds few; None: there is none.
 
         Not the one that is furthest: a member who lies would be everybody's choice.
         """
         fit = [
-            (one.is_low, max(one.streams, 1), self._dice(), one.node)
+            (one.is_low, max(one.streams, 1), self._random(), one.node)
             for one in offers
-            if one.count >= least_count and self._may_take(now_s, one)
+            if one.count >= least_count and self._can_use(now_s, one)
         ]
         return min(fit)[-1] if fit else None
 
-    def _known(self) -> list[int]:
-        """Return the nodes that are asked first."""
-        trees, tree, node, home = self._trees, self._tree, self._node, self._home
-        known = [] if self.source is None else [self.source]
-        known += [*self._told.path[:3], home, *self._ancestors[1:3], *self._ancestors[-1:]]
-        if home != STORE:
-            # Whoever feeds the parent in the other tree has room when the parent is lost.
-            known += [trees.parent(1 - tree, home), *trees.children(tree, home)]
-        return [*known, trees.parent(1 - tree, node), *trees.children(tree, node)]
+    def _search(self, now_s: float, offers: dict[int, Offer]) -> bool:
+        """Return whether nodes that began last are asked next: they feed few."""
+        self._searched |= offers.keys()
+        if self._search_count < _SEARCHES_MAX and self._unsearched():
+            self._search_count += 1
+            self._ask_s = now_s
+            return True
+        self._search_count, self._searched = 0, set()
+        return False
 
-    def _ask(self, now_s: float, known: Iterable[int], pause_s: float = 0.0) -> Ask:
-        """Ask these nodes and some that the dice choose."""
+    def _unsearched(self) -> list[int]:
+        return [node for node in self._newest if node not in self._searched]
+
+    def _likely_sources(self) -> list[int]:
+        """Return the nodes that are asked first."""
+        trees, tree, node, parent = self._trees, self._tree, self._node, self._parent
+        likely = [] if self.source is None else [self.source]
+        if self._is_late:
+            likely += self._newest
+        likely += [*self._offer.path[:3], parent, self._stand_in]
+        likely += [*self._ancestors[1:3], *self._ancestors[-1:]]
+        if parent != STORE:
+            likely += trees.children(tree, parent)
+        return [*likely, trees.parent(1 - tree, node), *trees.children(tree, node)]
+
+    def _ask(self, now_s: float, likely: Iterable[int], pause_s: float = 0.0) -> Ask:
+        """Ask these nodes and some random ones."""
 
         def is_new(node: int) -> bool:
             is_nobody = node in (STORE, self._node) or node in nodes
             return not is_nobody and not self._bans.has(now_s, node)
 
         nodes: list[int] = []
-        for node in known:
+        for node in likely:
             if is_new(node):
                 nodes.append(node)
-        least = _LAST_ASK_COUNT if self.source is None and self._round else 0
+        least = _LAST_ASK_COUNT if self.source is None and self._is_second_round else 0
         wanted, count = max(len(nodes) + _RANDOM_COUNT, least), self._trees.node_count
         for _ in range(2 * min(wanted, count)):
-            node = int(self._dice() * count)
+            node = int(self._random() * count)
             if len(nodes) < wanted and is_new(node):
                 nodes.append(node)
         self._ask_s, self._asked = now_s + pause_s, tuple(nodes)
         return Ask(self._asked)
 
-    # Moving
+    # Moves
 
     def _leave(self, now_s: float, source: int, reason: Reason) -> Take:
         self._bans.add(now_s, self.source, reason)
@@ -506,9 +701,10 @@ class SourcePlan:
         return self._take(now_s, source, reason)
 
     def _take(self, now_s: float, source: int, reason: Reason | None) -> Take:
-        reads_store, self.source = self.source == STORE, source
-        self._told = Offer(source, 0, 0, ())
+        leaves_store, self.source = self.source == STORE, source
+        self._offer = Offer(source, 0, 0, ())
         self._alive_s = self._since_s = now_s
         self._ask_s = now_s + _ASK_PAUSE_S
-        self._meter.begin_anew(now_s)
-        return Take(source, reason, reads_store)
+        self._search_count, self._searched = 0, set()
+        self._meter.restart(now_s)
+        return Take(source, reason, leaves_store)

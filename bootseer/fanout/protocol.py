@@ -31,7 +31,8 @@ KEY_BYTES = NONCE_BYTES = PROOF_BYTES = 32
 _MAGIC = b"BSFO"
 _HELLO = struct.Struct(f"!4sBII{NONCE_BYTES}s")
 _REQUEST = struct.Struct("!BBBI32s")
-_OFFER = struct.Struct(f"!IHBB{PATH_MAX}i")
+_OFFER = struct.Struct(f"!IHBIiIB{PATH_MAX}i")
+_AGE_MS_MAX = (1 << 32) - 1
 _FRAME = struct.Struct("!BI")
 
 HELLO_BYTES = _HELLO.size
@@ -66,14 +67,14 @@ class Request(Struct, frozen=True):
     count: int
     """Chunks of the tree that the child has."""
     name: bytes
-    reads_store: bool = False
+    leaves_store: bool = False
     """Whether the child leaves the store for this source."""
     needs_list: bool = False
     """Whether the child lacks the list of chunks."""
 
     def encode(self) -> bytes:
         """Return the message."""
-        flags = self.reads_store | self.needs_list << 1
+        flags = self.leaves_store | self.needs_list << 1
         return _REQUEST.pack(self.operation, self.tree, flags, self.count, self.name)
 
 
@@ -102,17 +103,34 @@ def decode_request(data: bytes | memoryview) -> Request:
 
 
 def encode_offer(offer: Offer) -> bytes:
-    """Return what a node says of itself."""
+    """Return the message in which a node describes itself."""
     path = offer.path + (0,) * (PATH_MAX - len(offer.path))
-    return _OFFER.pack(offer.count, offer.streams, offer.is_low, len(offer.path), *path)
+    flags = offer.is_low | offer.is_line_slow << 1
+    ages = _milliseconds(offer.age_s), offer.newest, _milliseconds(offer.newest_age_s)
+    return _OFFER.pack(offer.count, offer.streams, flags, *ages, len(offer.path), *path)
+
+
+def _milliseconds(seconds: float) -> int:
+    return min(max(int(seconds * 1000), 0), _AGE_MS_MAX)
 
 
 def decode_offer(data: bytes | memoryview, node: int, node_count: int) -> Offer:
-    """Return what `node` of `node_count` says of itself. Raises: CorruptError."""
-    count, streams, is_low, length, *path = _OFFER.unpack(data)
-    if length > PATH_MAX or not all(STORE <= one < node_count for one in path):
-        raise CorruptError(f"node {node} has a path of nodes that are none")
-    return Offer(node, count, streams, tuple(path[:length]), bool(is_low))
+    """Return the offer of `node` of `node_count`. Raises: CorruptError."""
+    count, streams, flags, age_ms, newest, newest_age_ms, length, *path = _OFFER.unpack(data)
+    nodes = (newest, *path)
+    if length > PATH_MAX or flags > 3 or min(nodes) < STORE or max(nodes) >= node_count:
+        raise CorruptError(f"node {node} names nodes that do not exist")
+    return Offer(
+        node,
+        count,
+        streams,
+        tuple(path[:length]),
+        bool(flags & 1),
+        bool(flags & 2),
+        age_ms / 1000,
+        newest,
+        newest_age_ms / 1000,
+    )
 
 
 def encode_frame(kind: int, length: int, offer: Offer) -> bytes:

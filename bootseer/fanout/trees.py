@@ -57,6 +57,30 @@ class Trees:
             found.append(node)
         return found
 
+    def stand_in(self, tree: int, node: int) -> int:
+        """Return the node that feeds `node` instead of a parent that is lost, or STORE.
+
+        A lost node leaves two places free: one at its parent, and one at its parent in the other
+        tree, which is always below one of its children. That child takes the first place, the
+        other child the second, so that nobody feeds more than two.
+        """
+        parent = self._parents[tree][node]
+        if parent == STORE:
+            return STORE
+        free = self._parents[1 - tree][parent]
+        below = free
+        while below not in (STORE, node, parent):
+            below = self._parents[tree][below]
+        return free if below == parent else self._parents[tree][parent]
+
+    def top(self, tree: int, count: int) -> list[int]:
+        """Return the `count` nodes nearest to the root, or some more, the root first."""
+        found = [self.root(tree)]
+        for node in found:
+            if len(found) < count:
+                found += self._children[tree][node]
+        return found
+
     def root(self, tree: int) -> int:
         """Return the node that reads the store."""
         return self._parents[tree].index(STORE)

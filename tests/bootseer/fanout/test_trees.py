@@ -3,6 +3,7 @@
 import math
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,3 +83,25 @@ def test_chunks_are_dealt_evenly(chunks: int) -> None:
     counts = [chunks_of(tree, chunks) for tree in range(TREE_COUNT)]
     assert sum(counts) == chunks
     assert all(before - after in (0, 1) for before, after in pairwise(counts))
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 7, 8, 33, 100])
+def test_the_children_of_a_lost_node_take_the_two_places_that_it_leaves_free(nodes: int) -> None:
+    trees = Trees(nodes)
+    for tree in range(TREE_COUNT):
+        for lost in range(nodes):
+            children = trees.children(tree, lost)
+            free = {trees.parent(tree, lost), trees.parent(1 - tree, lost)}
+            stand_ins = [trees.stand_in(tree, child) for child in children]
+            assert len(set(stand_ins)) == len(stand_ins)
+            assert set(stand_ins) <= free
+            for child, stand_in in zip(children, stand_ins, strict=True):
+                below = [] if stand_in == STORE else [stand_in, *trees.ancestors(tree, stand_in)]
+                assert child not in below
+
+
+def test_the_top_of_a_tree_begins_with_its_root() -> None:
+    trees = Trees(100)
+    top = trees.top(0, 7)
+    assert top[0] == trees.root(0)
+    assert [len(trees.ancestors(0, node)) for node in top] == [0, 1, 1, 2, 2, 2, 2]
