@@ -93,6 +93,7 @@ class _Site:
         self._name = f"bsf{os.getpid()}"
         self._core = f"{self._name}-core"
         self._hosts = [*range(scenario.nodes), STORE]
+        self._gso = _GSO if scenario.mbit is not None else ""
 
     def netns(self, host: int) -> str:
         """Return the name of a host's namespace."""
@@ -118,8 +119,8 @@ class _Site:
             if rack != self._core:
                 port = rack.rpartition("-")[2]
                 _batch(rack, [f"link add uplink type veth peer name {port} netns {self._core}"])
-                _batch(rack, [f"link set uplink {_GSO} master br0 up"])
-                _batch(self._core, [f"link set {port} {_GSO} master br0 up"])
+                _batch(rack, [f"link set uplink {self._gso} master br0 up"])
+                _batch(self._core, [f"link set {port} {self._gso} master br0 up"])
                 self._limit(rack, "uplink")
                 self._limit(self._core, port)
         for host in self._hosts:
@@ -128,10 +129,10 @@ class _Site:
     def _make_host(self, host: int) -> None:
         inside, switch, port = self.netns(host), self._switch(host), f"p{host + 1}"
         run_network_command(["ip", "netns", "add", inside])
-        _batch(inside, [f"link add e0 {_GSO} type veth peer name {port} netns {switch}"])
-        _batch(switch, [f"link set {port} {_GSO} master br0 up"])
+        _batch(inside, [f"link add e0 {self._gso} type veth peer name {port} netns {switch}"])
+        _batch(switch, [f"link set {port} {self._gso} master br0 up"])
         address = f"addr add {self.address(host)}/24 dev e0"
-        _batch(inside, [address, "link set lo up", f"link set e0 {_GSO} up"])
+        _batch(inside, [address, "link set lo up", f"link set e0 {self._gso} up"])
         self._limit(switch, port)
         self._limit(inside, "e0")
 
@@ -293,9 +294,12 @@ def _be_node(
     exchange = exchange or Exchange(addresses, number, _KEY, trees, listener=_listen())
     exchange.join(chunks.name, file, _Origin((site.address(STORE), _PORT), chunks))
     first_s = 0.0
-    for n in range(len(chunks.lengths)):
-        exchange.fetch(chunks.name, n, _LIMIT_S)
-        first_s = first_s or time.monotonic() - begin_s
+    counts: tuple[int, ...] = (0, 0)
+    while sum(counts) < len(chunks.lengths):
+        # Not `fetch`: the processes of a node read the file themselves.
+        counts, _ = exchange.progress(chunks.name, counts, _LIMIT_S)
+        if counts[0]:
+            first_s = first_s or time.monotonic() - begin_s
     took_s, cpu_s = time.monotonic() - begin_s, time.process_time() - cpu_s
     expected = content_digest((file.parent / "object").read_bytes())
     talk.say(
