@@ -196,10 +196,10 @@ class StoredFrames(Closing):
                 return chunk.offset, self._run(number, chunk)
         # The frame is in no run.
         frames = self._plan.blobs[blob] if 0 <= blob < len(self._plan.blobs) else ()
-        at = bisect_right(frames, offset, key=_end)
-        if at == len(frames):
+        number = bisect_right(frames, offset, key=_end)
+        if number == len(frames):
             raise CorruptError(f"there is no byte {offset} of a blob {blob} in this tree")
-        frame, found = frames[at], list[bytes]()
+        frame, found = frames[number], list[bytes]()
         chunk = Chunk(self._plan.keys[blob], frame.offset, frame.length, frame.digest)
         self._fetcher.demand(chunk, lambda _, data: found.append(bytes(data)))
         return frame.offset, memoryview(found[0])

@@ -251,9 +251,9 @@ class BundleFiles:
             self._unused.append(file)
         _log.error(
             "a bundle brought bytes that are not those of the image: %s. It is not used any more, "
-            "and the image is read without it. What has read the image so far may have got wrong "
-            "bytes: start it again, and find out who can write to `hot/` and `bundles/` of the "
-            "store",
+            "and the image is read without it. Programs that have read the image may have got "
+            "wrong bytes: start them again, and find out who can write to `hot/` and `bundles/` "
+            "of the store",
             error,
         )
         self._on_refuted(file, error)

@@ -290,7 +290,7 @@ def refuse_bundle(settings: Settings, workload: str, pointer: HotPointer) -> Non
     try:
         write_private_file(path, pointer.bundle_digest.encode("ascii"))
     except OSError as error:
-        _log.warning("the bundle of %s may be used again: %s", workload, error)
+        _log.warning("cannot mark the bundle of workload %s as wrong: %s", workload, error)
 
 
 def is_refused(settings: Settings, workload: str, pointer: HotPointer) -> bool:

@@ -267,7 +267,7 @@ class BundleReplay:
             self._batch.cancel()
         if self._stopping.is_set():
             return
-        _log.warning("the bundle is not used any further, the image is read without it: %s", error)
+        _log.warning("the bundle is given up, and the image is read without it: %s", error)
 
     def refute(self, error: CorruptError) -> None:
         """End the replay because the bundle has wrong bytes. Idempotent."""

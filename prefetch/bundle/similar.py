@@ -123,7 +123,7 @@ def publish_similar(
         try:
             known = read_similar(store, key)
         except (CorruptError, UnknownFormatError) as error:
-            _log.warning("a record of similar images is replaced: %s", error)
+            _log.warning("replacing a damaged record of similar images: %s", error)
             known = ()
         others = [other for other in known if other.index_digest != own.index_digest]
         kept = SimilarImages((own, *others[: _KEPT - 1]))

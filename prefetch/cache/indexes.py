@@ -62,7 +62,9 @@ def keep_index(cache_dir: Path, digest: str, data: bytes, *, run_dir: Path | Non
         except OSError as error:
             if run_dir is None or error.errno not in NO_DISK:
                 raise
-            _log.warning("cannot keep an index in %s: %s; it is held for now", path, error.strerror)
+            _log.warning(
+                "cannot write %s: %s; this start keeps the index in memory", path, error.strerror
+            )
             path = index_path(run_dir, digest)
             write_private_file(path, data)
     except OSError as error:

@@ -240,11 +240,11 @@ class CachedStream:
             data_fd = os.open(self.directory / "data", OPEN_FLAGS, 0o600)
             sums_fd = os.open(self.directory / "sums", OPEN_FLAGS, 0o600)
             header = _decode_header(os.pread(sums_fd, HEADER_BYTES, 0))
-            at = size - len(boundaries)
+            boundaries_offset = size - len(boundaries)
             if (
                 os.fstat(sums_fd).st_size != size
                 or os.fstat(data_fd).st_size != self.stream_length
-                or os.pread(sums_fd, len(boundaries), at) != boundaries
+                or os.pread(sums_fd, len(boundaries), boundaries_offset) != boundaries
             ):
                 # No other process may use a stream that is created anew.
                 if not try_lock(data_fd):
@@ -252,7 +252,7 @@ class CachedStream:
                 os.ftruncate(sums_fd, 0)
                 os.ftruncate(sums_fd, size)
                 os.ftruncate(data_fd, self.stream_length)
-                write_all(sums_fd, boundaries, at)
+                write_all(sums_fd, boundaries, boundaries_offset)
                 header = _StreamHeader(False, self._boot)
                 write_all(sums_fd, header.encode(), 0)
             # Held while the stream is open: see `close` and `NodeCache.trim`.

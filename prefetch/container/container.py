@@ -295,8 +295,8 @@ def _fingerprint_of(settings: Settings, identity: str, owner: tuple[int, int] | 
     `identity` stands for the image, since its index changes when it is published.
     """
     served = [settings.store_url, str(settings.cache_dir), settings.deadline_s]
-    what = [identity, settings.workload, os.geteuid(), owner, *served, settings.fill_bytes_per_s]
-    return hashlib.sha256(to_line(what).encode()).hexdigest()
+    values = [identity, settings.workload, os.geteuid(), owner, *served, settings.fill_bytes_per_s]
+    return hashlib.sha256(to_line(values).encode()).hexdigest()
 
 
 def _take_over(settings: Settings, resolved: FoundImage, fingerprint: str) -> MountedImage | None:

@@ -108,7 +108,10 @@ def remember(keep: Callable[[], None]) -> None:
     try:
         keep()
     except (BootseerError, OSError) as error:
-        _log.warning("this node will not know the image by itself: %s", error)
+        _log.warning(
+            "cannot write to this node's catalogue, so that the next start needs the store: %s",
+            error,
+        )
 
 
 def image_on_node(

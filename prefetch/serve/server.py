@@ -231,7 +231,7 @@ class ImageServer:
         try:
             self._end_record("unmount")
         except (BootseerError, OSError) as error:
-            _log.warning("the record of this start is lost: %s", error)
+            _log.warning("cannot publish the record of this start: %s", error)
 
     def _destroyed(self) -> None:
         self._end_start()
@@ -323,7 +323,7 @@ class ImageServer:
             try:
                 forget_pages(number + 1, 0, 0)
             except BootseerError as error:
-                _log.warning("the kernel may hold wrong bytes of the image: %s", error)
+                _log.warning("cannot drop wrong bytes from the kernel's page cache: %s", error)
                 return
 
     # ---- record ---------------------------------------------------------------------------

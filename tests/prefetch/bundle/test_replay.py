@@ -90,4 +90,4 @@ def test_damaged_bundle_is_left_aside(
         assert bytes(found) == image.contents["big"][offset : offset + 4096]
     streams.close()
     assert replay.error is not None
-    assert sum("not used any further" in message for message in caplog.messages) == 1
+    assert sum("the bundle is given up" in message for message in caplog.messages) == 1

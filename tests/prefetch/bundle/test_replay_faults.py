@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_second_requests")
 
 HOT = [(offset, 4096) for offset in range(0, 2_900_000, 20_000)]
 WORKERS = 8
-WARNING = "not used any further"
+WARNING = "the bundle is given up"
 
 
 @pytest.fixture
