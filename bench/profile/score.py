@@ -1,6 +1,7 @@
 """Score of the report for generated starts, whose slow nodes and causes are known."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from bootseer.report.explain import StartModel
 from bootseer.report.graph import StartGraph
@@ -40,20 +41,32 @@ class Score(NamedTuple):
         return 2 * self.named / both if both else 1.0
 
 
-def score(recipe: Recipe) -> Score:
-    """Score the report's analysis of the start of a recipe."""
+_SMALL_S = (3.0, 8.0)
+
+
+def score(recipe: Recipe) -> tuple[Score, Score]:
+    """Score the report's analysis of the start of a recipe.
+
+    Return the score for all faulty nodes, and for those that lost 3 to 8 s in all. Nodes that were
+    named without a fault count in both.
+    """
     start = GeneratedStart(recipe)
     analysis = StartModel(StartGraph(start.tracks())).analyse()
     causes = {one.node: one.cause.name for one in analysis.stragglers}
     others = causes.keys() - start.lost_s.keys()
-    named = {node: lost for node, lost in start.lost_s.items() if node in causes}
+    false = Score(false=len(others - start.hiccups), once=len(others & start.hiccups))
+    least_s, most_s = _SMALL_S
+    small = {
+        node: lost for node, lost in start.lost_s.items() if least_s <= sum(lost.values()) <= most_s
+    }
+    return false + _found(start.lost_s, causes), false + _found(small, causes)
+
+
+def _found(faulty: Mapping[str, Mapping[Any, float]], causes: Mapping[str, str]) -> Score:
+    named = {node: lost for node, lost in faulty.items() if node in causes}
     return Score(
         named=len(named),
-        missed=len(start.lost_s) - len(named),
-        false=len(others - start.hiccups),
-        once=len(others & start.hiccups),
-        right=sum(
-            causes[node] == max(lost, key=lambda one: lost[one]) for node, lost in named.items()
-        ),
+        missed=len(faulty) - len(named),
+        right=sum(causes[node] == max(lost, key=lost.__getitem__) for node, lost in named.items()),
         one_of=sum(causes[node] in lost for node, lost in named.items()),
     )
