@@ -1,4 +1,4 @@
-"""Fan-out: how long the slowest of N nodes takes for an object, and what the store sends of it."""
+"""Fan-out: time of the slowest of N nodes for an object, and bytes that the store sends."""
 
 import contextlib
 import random
@@ -128,7 +128,7 @@ def _late_of_32() -> World:
 
 
 def _large(faults: bool) -> World:
-    """A start of 10,000 nodes: 1 GiB over lines of 10 Gbit/s, of which a node uses a tenth."""
+    """A start of 10,000 nodes: 1 GiB over lines of 10 Gbit/s, used to a tenth by each node."""
     dice = random.Random(_SEED)
     hit = dice.sample(range(_MANY), _MANY // 100) if faults else []
     third = len(hit) // 3

@@ -1,4 +1,4 @@
-"""A hostile member: it has the job's key, claims to have everything, and harms whoever believes."""
+"""A hostile member with the job's key, which claims to have everything and sends wrong bytes."""
 
 import contextlib
 import itertools

@@ -42,7 +42,7 @@ _GSO, _QUEUE = "gso_max_size 9000", 100
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is measured."""
+    """Parameters of a measurement."""
 
     nodes: int
     size: int = 16 << 20
@@ -67,7 +67,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Report:
-    """How it went for the nodes without a fault."""
+    """Result for the nodes without a fault."""
 
     took_s: dict[int, float]
     """Seconds from a node's beginning until it had everything."""
@@ -172,7 +172,7 @@ class _Site:
                 raise MissingError(f"cannot enter a network: {os.strerror(ctypes.get_errno())}")
 
     def remove(self) -> None:
-        """Remove whatever there is of it."""
+        """Remove the remains of the laboratory."""
         names = {self.netns(host) for host in self._hosts}
         for name in names | {self._switch(host) for host in self._hosts}:
             with contextlib.suppress(MissingError):

@@ -27,7 +27,7 @@ from bootseer.fanout.trees import STORE, TREE_COUNT, Trees, chunks_of
 
 @dataclass(frozen=True)
 class World:
-    """What is simulated."""
+    """Parameters of a simulation."""
 
     nodes: int
     chunks: int = 256
@@ -53,7 +53,7 @@ class World:
 
 @dataclass
 class Outcome:
-    """How it went."""
+    """Result of a simulation."""
 
     alone_s: float
     took_s: dict[int, float]
@@ -123,7 +123,7 @@ class _Node:
 
 
 def _share(rate: float, limits: list[float]) -> float:
-    """Return what a line gives to a stream: as much as to the others, which may be limited."""
+    """Return the rate that a line gives to a stream: a fair share, since others may be limited."""
     left = len(limits)
     for limit in sorted(limits):
         if limit >= rate / left:

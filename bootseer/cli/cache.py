@@ -148,8 +148,7 @@ def _show_explained(found: list[ExplainedCache]) -> None:
 @_KEEP
 @shows(list[ExplainedCache], text=_show_explained)
 def cache_explain(kept: tuple[str, ...], command: tuple[str, ...]) -> list[ExplainedCache]:
-    """List the caches that `bootseer run -- COMMAND` would find on this host, and explain each
-    miss.
+    """List the caches that `bootseer run -- COMMAND` would find here, and explain each miss.
 
     Nothing is run, changed or restored. Changes by a set-up or an image are not considered.
     """

@@ -216,10 +216,9 @@ def _short(value: str | None) -> str:
 @_set_up_options
 @shows(ExplainedSetup, text=_show_explained)
 def snapshot_explain(**values: Any) -> ExplainedSetup:
-    """Show the parts that decide the result of a set-up COMMAND, and whether there is a snapshot of
-    it.
+    """Show the parts that decide the result of a set-up COMMAND, and whether it has a snapshot.
 
-    Where there is none: the differences from the stored snapshot that comes nearest. Nothing is run
+    If there is none: the differences from the stored snapshot that comes nearest. Nothing is run
     and nothing changes. COMMAND may be a line in quotes, such as that of a `bootseer run --setup`.
     """
     from bootseer.snapshots.explain import explain_setup

@@ -1,4 +1,4 @@
-"""One node's part in the fan-out of its job: objects come from other nodes and go on to others.
+"""Exchange of a node: receives objects from other nodes of its job and sends them on.
 
 Each object that the node joins is a `_Share`: a file that fills up with verified chunks. For each
 of its two trees a task (`_follow`) carries out the `SourcePlan`: it reads from another node or from
@@ -87,7 +87,7 @@ class Origin(Protocol):
 
 
 class Fed(Struct):
-    """What one source brought of one tree of an object, for the report."""
+    """Bytes of one tree of an object from one source, for the report."""
 
     name: bytes
     tree: int
@@ -331,15 +331,21 @@ class Exchange(Closing):
         return os.pread(share.file, chunks.lengths[index], chunks.offsets[index])
 
     def decline(self, name: bytes) -> None:
-        """Note that this node has no need of an object: who asks for it here goes elsewhere at
-        once, instead of waiting until it is joined. Raises: UnavailableError when closed."""
+        """Note that this node does not need an object.
+
+        Nodes that ask for it here go elsewhere at once, instead of waiting until it is joined.
+        Raises: UnavailableError when closed.
+        """
         self._call(self._decline(name))
 
     def progress(
         self, name: bytes, known: Sequence[int], wait_s: float
     ) -> tuple[tuple[int, ...], bool]:
-        """Return how many chunks of each tree of a joined object are here, from the first one on,
-        and whether no more will come. Waits until that is not `known`, for `wait_s` at most."""
+        """Return the number of chunks of each tree of an object, and whether no more will come.
+
+        Chunks count from the first one on. Waits until the result differs from `known`, for at most
+        `wait_s`.
+        """
         share = self._shares[name]
         with share.lock:
             if share.error is None and tuple(share.counts) == tuple(known):
@@ -612,7 +618,7 @@ class Exchange(Closing):
     # Asking
 
     async def _ask(self, share: _Share, tree: int, nodes: Sequence[int]) -> list[Offer]:
-        """Return the offers of those that answer in time."""
+        """Return the offers of the nodes that answer in time."""
         offers: list[Offer] = []
         tasks = {self._loop.create_task(self._ask_one(share, tree, n, offers)) for n in nodes}
         try:

@@ -26,7 +26,7 @@ _BACKLOG = 256
 
 
 class HostPlan(Struct, frozen=True, kw_only=True):
-    """What the process is told."""
+    """Plan of the host process."""
 
     settings: Settings
     membership: Membership
@@ -73,7 +73,7 @@ def _host(line: bytes, report: Report) -> None:
 
 
 def _listener(own: Member) -> socket.socket:
-    """Return what the other nodes connect to. Raises: BootseerError."""
+    """Return the socket to which the other nodes connect. Raises: BootseerError."""
     address = own.host if own.host.replace(".", "").isdigit() else ""
     try:
         if address or not socket.has_dualstack_ipv6():

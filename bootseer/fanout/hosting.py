@@ -59,7 +59,10 @@ _SPARE_SHARE = 0.5
 
 
 def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket) -> None:
-    """Receive and feed until the start is over. Raises: BootseerError, OSError."""
+    """Receive objects and send them to other nodes until the start has ended.
+
+    Raises: BootseerError, OSError.
+    """
     with ours, peers, contextlib.ExitStack() as stack:
         store = stack.enter_context(open_own_store(plan.settings))
         secret = bytes.fromhex(plan.secret) or shared_secret(store, plan.start)
@@ -84,8 +87,10 @@ def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket) -> None
 
 
 def _give_up_alone(membership: Membership, trees: Trees, objects: "_Objects") -> None:
-    """End the fan-out of this node where the port of others is blocked: a packet that nobody
-    answers costs each object seconds, a refusal costs nothing."""
+    """End the fan-out of this node if the port of other nodes is blocked.
+
+    A packet without an answer costs each object seconds, a refusal costs nothing.
+    """
     members, own = membership.members, membership.own
     found = [node for tree in range(TREE_COUNT) for node in trees.ancestors(tree, own)[:2]]
     found += [node for tree in range(TREE_COUNT) for node in trees.children(tree, own)]
@@ -114,8 +119,10 @@ def are_silent(addresses: Sequence[tuple[str, int]], limit_s: float) -> bool:
 
 
 def _wait_for_end(plan: HostPlan, ours: socket.socket, objects: "_Objects") -> None:
-    """Take clients until the start is ready, the job or the window has ended, or nothing more is
-    brought."""
+    """Take clients until the start is ready, or the job or the time window has ended.
+
+    Also ends when nothing more is brought.
+    """
     until_s = time.monotonic() + _WINDOW_S
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
@@ -168,10 +175,10 @@ class _Object(Struct, frozen=True):
 
 
 class _Objects:
-    """What the processes of this node have asked for."""
+    """Objects that the processes of this node have requested."""
 
     def __init__(self, plan: HostPlan, exchange: Exchange, stack: contextlib.ExitStack) -> None:
-        """`stack`: closes what is opened."""
+        """Make an empty table; `stack` closes the files of its objects."""
         self._settings, self._exchange, self._stack = plan.settings, exchange, stack
         self._folder = private_directory(plan.settings.cache_dir / "fanout")
         self._found: dict[bytes, _Object] = {}
@@ -241,8 +248,10 @@ class _Objects:
                 yield (IS_COMING, *counts)
 
     def _receive(self, wanted: SharedObject) -> _Object | None:
-        """Have the fan-out bring an object, if it does not already; None where it is not wanted.
-        Raises: BootseerError, OSError."""
+        """Request an object from the fan-out; return None if it is not wanted.
+
+        Raises: BootseerError, OSError.
+        """
         chunks = chunk_list(
             [one.length for one in wanted.chunks], [one.digest or b"" for one in wanted.chunks]
         )
@@ -327,7 +336,7 @@ def _lost_s(one: Fed) -> float:
 
 
 def _told(one: Fed, names: list[str]) -> str:
-    """Return what one source brought: "was fed by n9 at 40.0 MB/s; left it after 0.8 s"."""
+    """Return a clause about one source: "was fed by n9 at 40.0 MB/s; left it after 0.8 s"."""
     source = "the store" if one.source == STORE else names[one.source]
     rate = one.byte_count / one.seconds / 1e6 if one.seconds > 0 else 0.0
     sentence = f"was fed by {source} at {rate:.1f} MB/s"

@@ -65,10 +65,9 @@ def read_key_file(path: Path) -> bytes:
 
 
 def shared_secret(store: "Store", start: tuple[str, str, str]) -> bytes:
-    """Return the secret that the first node of a start (job, submission, attempt) has put into the
-    store. Whoever may read the store may read it.
+    """Return the secret of a start that its first node has put into the store.
 
-    Raises: BootseerError.
+    Everybody who can read the store can read it. Raises: BootseerError.
     """
     key = "leases/fanout/" + "/".join(start)
     with contextlib.suppress(FileNotFoundError):

@@ -125,7 +125,7 @@ def _room(length: int) -> memoryview:
 
 
 def settle(future: "asyncio.Future[bool]", value: bool) -> None:
-    """Set a future's result if nobody has yet."""
+    """Set a future's result, unless it has one."""
     if not future.done():
         future.set_result(value)
 

@@ -155,8 +155,10 @@ class _Arriving:
         threading.Thread(target=self._listen, name="fan-out", daemon=True).start()
 
     def read(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> bool:
-        """Fill `buffer` as the chunks come; False where they do not come in time, or are not of
-        this object."""
+        """Fill `buffer` as the chunks arrive.
+
+        Return False if they do not arrive in time, or are not of this object.
+        """
         pieces = self._pieces(key, offset, len(buffer))
         done = 0
         for number, inner, length in pieces:
@@ -169,8 +171,10 @@ class _Arriving:
         return bool(pieces)
 
     def _pieces(self, key: str, offset: int, length: int) -> list[tuple[int, int, int]]:
-        """Return (chunk, offset in it, length) of a range of an object; empty where some of it is
-        in no chunk."""
+        """Return (chunk, offset in it, length) for a range of an object.
+
+        Empty if a part of the range is in no chunk.
+        """
         places = self._places.get(key, [])
         at = bisect_right(places, offset, key=itemgetter(0)) - 1
         pieces = []
@@ -253,8 +257,11 @@ class SharedReads(Closing):
         """Bytes that came by the fan-out."""
 
     def share(self, url: str, chunks: Sequence[Chunk]) -> bool:
-        """Have the fan-out bring `chunks` of the store `url`, in this order; False where this start
-        has none, or cannot share them. Their bytes are then waited for in `read`."""
+        """Request `chunks` of the store `url` from the fan-out, in this order.
+
+        Return False if this start has no fan-out, or cannot share them. `read` waits for the
+        bytes later.
+        """
         arriving = _ask_quietly(self._settings, SharedObject(url, tuple(chunks)))
         if arriving is None:
             return False
@@ -267,8 +274,10 @@ class SharedReads(Closing):
         return True
 
     def decline(self, url: str, chunks: Sequence[Chunk]) -> None:
-        """Have other nodes told that this one has `chunks`, as of earlier starts: they do not wait
-        until it gets them."""
+        """Tell other nodes that this one has `chunks`, from an earlier start.
+
+        They then do not wait until it gets them.
+        """
         decline(self._settings, url, chunks)
 
     def read(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
@@ -293,7 +302,7 @@ class SharedReads(Closing):
 
 
 def decline(settings: Settings, url: str, chunks: Sequence[Chunk]) -> None:
-    """Have other nodes told that this one has `chunks`; see `SharedReads.decline`."""
+    """Tell other nodes that this one has `chunks`; see `SharedReads.decline`."""
     _ask_quietly(settings, SharedObject(url, tuple(chunks), is_wanted=False))
 
 
@@ -312,8 +321,10 @@ def _ask_quietly(settings: Settings, wanted: SharedObject) -> _Arriving | None:
 
 
 def _ask(name: bytes, wanted: SharedObject) -> _Arriving | None:
-    """Ask the process that takes part for an object; None of one that is not wanted. Raises:
-    OSError where there is none."""
+    """Ask the host process for an object; return None if the object is not wanted.
+
+    Raises: OSError if there is no such process.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(_JOIN_S)

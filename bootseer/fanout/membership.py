@@ -93,8 +93,7 @@ def find_members(told: Told) -> Membership:
 
 
 def port_of(*start: str) -> int:
-    """Return the port of a start, which all of its nodes compute by the same words: job, submission
-    and attempt."""
+    """Return the port of a start, which all nodes compute from job, submission and attempt."""
     number = int.from_bytes(hashlib.sha256("\0".join(start).encode()).digest()[:8], "big")
     return PORT_FIRST + number % PORT_COUNT
 
@@ -124,8 +123,10 @@ def _from_setting(told: Told) -> _Answer:
 
 
 def _host_file(text: str, what: str, port: int) -> list[Member]:
-    """Return the members in a file of lines `HOST[:PORT] [SWITCH[.SWITCH...]]`; # begins a
-    comment."""
+    """Return the members in a file of lines `HOST[:PORT] [SWITCH[.SWITCH...]]`.
+
+    "#" begins a comment.
+    """
     if len(text) > TEXT_BYTES_MAX:
         raise InvalidInputError(f"{what} is longer than {TEXT_BYTES_MAX} characters")
     members = []
@@ -174,8 +175,10 @@ _KUBEFLOW = re.compile(r"(.+)-(master|worker)-(?:0|[1-9][0-9]{0,5})")
 
 
 def _from_pod(told: Told) -> _Answer:
-    """Pods of one controller are called PREFIX-0 to PREFIX-(N-1), behind a service that has one
-    address for each."""
+    """Return the members of a start in pods of one controller.
+
+    The pods are called PREFIX-0 to PREFIX-(N-1), behind a service with an address for each.
+    """
     environ = told.environ
     if "KUBERNETES_SERVICE_HOST" not in environ:
         return None
@@ -264,8 +267,10 @@ def _checked(found: _Found, told: Told) -> Membership:
 
 
 def _own_index(members: Sequence[Member], names: Iterable[str]) -> int | None:
-    """Return the index of the member with one of these names, the first name that fits; a short
-    name fits a full one where one member alone has it."""
+    """Return the index of the member with one of these names; the first fitting name counts.
+
+    A short name fits a full one if only one member has it.
+    """
     indexes = {one.name: number for number, one in enumerate(members)}
     short: dict[str, list[int]] = {}
     for number, one in enumerate(members):
@@ -281,8 +286,10 @@ def _own_index(members: Sequence[Member], names: Iterable[str]) -> int | None:
 
 
 def _by_place(members: Sequence[Member]) -> tuple[Member, ...]:
-    """Return the members with those behind one switch next to each other, at each level; else in
-    the order in which they were."""
+    """Return the members, with those behind one switch next to each other, at each level.
+
+    Otherwise the order does not change.
+    """
     first: dict[tuple[str, ...], int] = {}
 
     def rank(member: Member) -> tuple[int, ...]:
@@ -296,9 +303,11 @@ def _by_place(members: Sequence[Member]) -> tuple[Member, ...]:
 
 
 def topology_files(environ: Mapping[str, str]) -> tuple[Path, ...]:
-    """Return where Slurm's topology.conf may lie on this node; nothing where the cluster has no
-    switches, or this is no job of Slurm's. SLURM_CONF is set in jobs of clusters whose nodes get
-    their configuration from the controller."""
+    """Return the possible paths of Slurm's topology.conf on this node.
+
+    Empty if the cluster has no switches, or this is not a job of Slurm. SLURM_CONF is set in jobs
+    of clusters whose nodes get their configuration from the controller.
+    """
     levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
     if levels == ["node"] or levels == [""]:
         return ()
@@ -313,8 +322,11 @@ _LEVELS_MAX = 16
 
 
 def _switches(text: str, hosts: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the switches above each of `hosts`, the topmost first, by topology.conf of the
-    plug-ins tree and block. A line that cannot be read is left out: it is about the order alone."""
+    """Return the switches above each of `hosts`, the topmost first, by Slurm's topology.conf.
+
+    It is read as the plug-ins tree and block write it. A line that cannot be read is left out,
+    because it only influences the order.
+    """
     above: dict[str, str] = {}
     leaf: dict[str, str] = {}
     wanted = set(hosts)

@@ -92,7 +92,7 @@ _TOP_COUNT, _NEWEST_MAX, _SEARCHES_MAX = 7, 4, 4
 
 
 class Reason(Enum):
-    """Why a source is left."""
+    """Reason for which a node leaves its source."""
 
     WRONG = "it sent wrong bytes"
     SILENT = "it was silent"
@@ -125,7 +125,7 @@ _BAN_S = {
 
 
 class Offer(Struct, frozen=True):
-    """What a node says of itself: as an answer, and as a source with each chunk."""
+    """Report of a node about itself, in answers and, as a source, with each chunk."""
 
     node: int
     count: int
@@ -314,7 +314,7 @@ class SourcePlan:
         self._meter.add(now_s, byte_count)
 
     def offered(self, now_s: float, offer: Offer) -> None:
-        """Note what the source says of itself."""
+        """Note the report of the source."""
         self._alive_s, last = now_s, self._offer
         if offer.path != last.path:
             self._path_changed_s = now_s
@@ -362,7 +362,7 @@ class SourcePlan:
         return 0 < self.length == self.count
 
     def offer(self, now_s: float, streams: int) -> Offer:
-        """Return what the node says of itself while it feeds `streams` nodes."""
+        """Return the node's report while it feeds `streams` nodes."""
         newest = max(self._newest, key=self._newest.__getitem__, default=STORE)
         newest_age_s = now_s - self._newest.get(newest, now_s)
         age_s = now_s - self._job_s
@@ -597,8 +597,10 @@ class SourcePlan:
 
     @property
     def _wants_help(self) -> bool:
-        """Whether the other tree is whole, so that half of the line is free, and this one takes
-        long enough."""
+        """Return whether the other tree is complete, and this one takes long enough.
+
+        Half of the line is free then.
+        """
         if self.helper is not None or self.other is None or not self.other.is_whole:
             return False
         rate = self._meter.best if math.isinf(self._meter.rate) else self._meter.rate
@@ -610,7 +612,7 @@ class SourcePlan:
 
     @property
     def _lead(self) -> int:
-        """How many chunks ahead another node is worth a move."""
+        """Return the number of chunks that another node must be ahead to be worth a move."""
         return max(2, self._chunks_in(_LEAD_S))
 
     # Choice

@@ -60,7 +60,7 @@ class Hello(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """What a child wants."""
+    """Request of a child."""
 
     operation: int
     tree: int
@@ -79,7 +79,7 @@ class Request(Struct, frozen=True):
 
 
 class Frame(Struct, frozen=True):
-    """Head of what a source sends: `length` bytes of payload follow."""
+    """Header of a source's message: `length` bytes of payload follow."""
 
     kind: int
     length: int

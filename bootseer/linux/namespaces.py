@@ -134,7 +134,7 @@ def map_user(uid: int, gid: int) -> None:
 def mount(
     source: PathLike, target: PathLike, kind: str = "", flags: int = 0, options: str = ""
 ) -> None:
-    """Mount a file system with mount(2).
+    """Mount a file system.
 
     Raises: OSError naming the target.
     """
