@@ -30,7 +30,7 @@ from bootseer.errors import (
 
 if TYPE_CHECKING:
     from bootseer.fuse.striped.storage import StripedStorage
-    from bootseer.fuse.striped.tools.copy_tree import Place
+    from bootseer.fuse.striped.tools.copy_tree import CopyPlace
     from bootseer.fuse.striped.tools.fsck import Garbage
     from bootseer.fuse.striped.view import FileView
     from bootseer.store.backend import FileInfo
@@ -59,11 +59,11 @@ def _opened(
     stripe_unit: int | None = None,
     stripe_count: int | None = None,
     layout: str = "striped",
-) -> "Iterator[Place]":
+) -> "Iterator[CopyPlace]":
     """Yield the place that `url` names; its storage is closed at the end."""
     from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
     from bootseer.fuse.striped.tools.copy import open_storage
-    from bootseer.fuse.striped.tools.copy_tree import Place, split_url
+    from bootseer.fuse.striped.tools.copy_tree import CopyPlace, split_url
 
     folder, name = split_url(url)
     with open_storage(
@@ -73,7 +73,7 @@ def _opened(
         stripe_count=DEFAULT_STRIPE_COUNT if stripe_count is None else stripe_count,
         layout="plain" if layout == "plain" else "striped",
     ) as storage:
-        yield Place(storage, name)
+        yield CopyPlace(storage, name)
 
 
 # ---- cp ---------------------------------------------------------------------------------------
@@ -116,16 +116,16 @@ def checkpoint_cp(
     in "/", gets the sources into it. Names are replaced as by cp.
     """
     from bootseer.base.progress import ProgressBar
-    from bootseer.fuse.striped.tools.copy_tree import Place, copy_one, copy_tree, is_url
+    from bootseer.fuse.striped.tools.copy_tree import CopyPlace, copy_one, copy_tree, is_url
 
     if not any(map(is_url, (*sources, target))):
         raise InvalidInputError("none of these is a URL: for local files use cp")
     started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
 
-        def place(text: str) -> Place:
+        def place(text: str) -> CopyPlace:
             if not is_url(text):
-                return Place(None, os.path.abspath(text))
+                return CopyPlace(None, os.path.abspath(text))
             context = _opened(
                 text, stripe_unit=stripe_unit, stripe_count=stripe_count, layout=layout
             )
@@ -151,8 +151,8 @@ def checkpoint_cp(
 
 
 def _copy_job(
-    source: "Place", into: "Place", is_into: bool, recursive: bool
-) -> "tuple[Place, Place, dict[str, int]]":
+    source: "CopyPlace", into: "CopyPlace", is_into: bool, recursive: bool
+) -> "tuple[CopyPlace, CopyPlace, dict[str, int]]":
     """Return source, goal, and the sizes of the files to copy; "" is the source itself."""
     from bootseer.fuse.striped.tools.copy_tree import sizes_below
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 from bootseer.errors import BootseerError, errno_of
 from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.backing import ORDINARY, BackingFiles
-from bootseer.fuse.kernel.operations import Caller, DirectoryEntry, Entry, Opened, Operations
+from bootseer.fuse.kernel.operations import Caller, DirectoryEntry, NodeEntry, Opened, Operations
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class Dispatcher:
         name = wire.decode_name(body)
         return self._counted(self.operations.lookup, caller, node, name)
 
-    def _counted(self, make: Callable[P, Entry], *args: P.args, **kwargs: P.kwargs) -> Reply:
+    def _counted(self, make: Callable[P, NodeEntry], *args: P.args, **kwargs: P.kwargs) -> Reply:
         """Return a reply with the entry that `make` returns, and count the lookup."""
         nodes: Sequence[int] = ()
         self._lookups.begin()
@@ -306,7 +306,7 @@ class Dispatcher:
         name = wire.decode_name(body[wire.CREATE_IN.size :])
         made: list[tuple[int, Opened]] = []
 
-        def make() -> Entry:
+        def make() -> NodeEntry:
             entry, opened = self.operations.create(caller, node, name, mode, flags)
             if entry.attributes is None:
                 raise TypeError("Operations.create returned a negative entry")

@@ -45,8 +45,8 @@ class Attributes(Struct, frozen=True):
     """Inode number to show; 0: that of the node."""
 
 
-class Entry(Struct, frozen=True):
-    """Answer to a lookup. Each entry that is sent adds 1 to the node's lookup count.
+class NodeEntry(Struct, frozen=True):
+    """Answer to a lookup. Each answer that is sent adds 1 to the node's lookup count.
 
     `attributes=None` is a negative entry: the kernel remembers for `entry_ttl_s` that the name
     does not exist.
@@ -85,7 +85,7 @@ class DirectoryEntry(Struct, frozen=True):
     """File type bits are enough for readdir."""
     offset: int
     """Cookie (> 0) with which a listing continues after this entry."""
-    entry: Entry | None = None
+    entry: NodeEntry | None = None
     """For readdirplus; None if only the name is known."""
 
 
@@ -179,7 +179,7 @@ class Operations:
 
     # ---- names and attributes -------------------------------------------------------------
 
-    def lookup(self, caller: Caller, parent: int, name: bytes) -> Entry:
+    def lookup(self, caller: Caller, parent: int, name: bytes) -> NodeEntry:
         """Return the entry `name` of directory `parent`, or a negative Entry or ENOENT."""
         raise _refuse(errno.ENOENT)
 
@@ -209,7 +209,7 @@ class Operations:
 
     # ---- changing the tree ----------------------------------------------------------------
 
-    def mkdir(self, caller: Caller, parent: int, name: bytes, mode: int) -> Entry:
+    def mkdir(self, caller: Caller, parent: int, name: bytes, mode: int) -> NodeEntry:
         raise _refuse(errno.EPERM)
 
     def unlink(self, caller: Caller, parent: int, name: bytes) -> None:
@@ -236,7 +236,7 @@ class Operations:
 
     def create(
         self, caller: Caller, parent: int, name: bytes, mode: int, flags: int
-    ) -> tuple[Entry, Opened]:
+    ) -> tuple[NodeEntry, Opened]:
         """Create and open a file whose name does not exist. `mode` has the umask applied."""
         raise _refuse(errno.EPERM)
 
@@ -303,9 +303,9 @@ class Operations:
         """Return entries after the cookie `offset` (0: from the start), without "." and "..".
 
         May return more than fits into one reply; the server sends the entries that fit, and the
-        kernel asks again with the last sent cookie. With `plus`, each sent entry that has an
-        `Entry` counts as one lookup of its node. Cookies must be stable while the handle is open,
-        and > 2.
+        kernel asks again with the last sent cookie. With `plus`, each sent entry that has a
+        `NodeEntry` counts as one lookup of its node. Cookies must be stable while the handle is
+        open, and > 2.
         """
         raise _refuse(errno.ENOSYS)
 

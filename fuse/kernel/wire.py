@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from bootseer.fuse.kernel.operations import (
     Attributes,
     DirectoryEntry,
-    Entry,
     FileSystemStatistics,
+    NodeEntry,
     SetAttributes,
 )
 
@@ -181,7 +181,7 @@ def encode_attr_out(attributes: Attributes, ttl_s: float) -> bytes:
     return ATTR_OUT.pack(seconds, nanoseconds, 0) + encode_attributes(attributes)
 
 
-def encode_entry(entry: Entry) -> bytes:
+def encode_entry(entry: NodeEntry) -> bytes:
     """Encode struct fuse_entry_out; node 0 for a negative entry."""
     entry_s, entry_ns = split_ttl(entry.entry_ttl_s)
     attributes = entry.attributes

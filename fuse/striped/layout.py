@@ -57,7 +57,7 @@ _PART_NAME = re.compile(r"[0-9a-z][0-9a-z.]{0,15}")
 assert _HEADER.size + _U64.size == HEADER_BYTES
 
 
-class Part(Struct, frozen=True):
+class PartFile(Struct, frozen=True):
     """Physical file of a segment."""
 
     name: str
@@ -73,7 +73,7 @@ class Segment(Struct, frozen=True):
     stripe_unit_bytes: int
     block_bytes: int
     """Unit of verification; divides the stripe unit."""
-    parts: tuple[Part, ...]
+    parts: tuple[PartFile, ...]
     checksums: bytes
     """xxh3-64 of each block, little-endian, in logical order."""
 
@@ -240,7 +240,7 @@ def decode_layout(data: bytes, what: str) -> Layout:
 
 
 def _decode_segments(body: memoryview, count: int, what: str) -> tuple[Segment, ...]:
-    heads: list[tuple[str, int, int, int, tuple[Part, ...]]] = []
+    heads: list[tuple[str, int, int, int, tuple[PartFile, ...]]] = []
     position = 0
     for _ in range(count):
         generation, size, unit, block, part_count = _SEGMENT.unpack_from(body, position)
@@ -251,7 +251,7 @@ def _decode_segments(body: memoryview, count: int, what: str) -> tuple[Segment, 
         for _ in range(part_count):
             part_bytes, name = _PART.unpack_from(body, position)
             position += _PART.size
-            parts.append(Part(name.rstrip(b"\0").decode("ascii"), part_bytes))
+            parts.append(PartFile(name.rstrip(b"\0").decode("ascii"), part_bytes))
         heads.append((generation.hex(), size, unit, block, tuple(parts)))
     segments = []
     for generation, size, unit, block, parts_of in heads:

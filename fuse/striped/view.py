@@ -21,7 +21,7 @@ from bootseer.fuse.striped.layout import (
 from bootseer.store.backend import FileInfo
 
 
-class Span(Struct, frozen=True):
+class ByteRange(Struct, frozen=True):
     """Half-open range `[start, end)` of a logical file."""
 
     start: int
@@ -32,7 +32,7 @@ class Span(Struct, frozen=True):
         return self.end - self.start
 
 
-class Piece(Struct, frozen=True):
+class PartRange(Struct, frozen=True):
     """A run of a logical range that lies contiguously in one part."""
 
     part: int
@@ -40,14 +40,14 @@ class Piece(Struct, frozen=True):
     length: int
 
 
-def pieces(segment: Segment, offset: int, length: int) -> Iterator[Piece]:
+def pieces(segment: Segment, offset: int, length: int) -> Iterator[PartRange]:
     """Yield the ranges of parts that hold a segment's `[offset, offset + length)`, in order."""
     unit, count = segment.stripe_unit_bytes, len(segment.parts)
     position, end = offset, min(offset + length, segment.size_bytes)
     while position < end:
         number, within = divmod(position, unit)
         run = min(unit - within, end - position)
-        yield Piece(number % count, number // count * unit + within, run)
+        yield PartRange(number % count, number // count * unit + within, run)
         position += run
 
 
@@ -130,21 +130,21 @@ class FileView:
             path, self.identity, self.size_bytes, self.modified_ns, self.layout, self.block_bytes
         )
 
-    def unit_at(self, offset: int) -> Span:
+    def unit_at(self, offset: int) -> ByteRange:
         """Return the stripe unit that holds byte `offset`: the unit of read-ahead."""
         if self.layout is None:
             return self._aligned(offset, 0, DEFAULT_STRIPE_UNIT_BYTES, self.size_bytes)
         segment, base = self._segment_at(offset)
         return self._aligned(offset, base, segment.stripe_unit_bytes, segment.size_bytes)
 
-    def block_at(self, offset: int) -> Span:
+    def block_at(self, offset: int) -> ByteRange:
         """Return the block that holds byte `offset`: the least that is fetched and verified."""
         if self.layout is None:
             return self._aligned(offset, 0, DEFAULT_BLOCK_BYTES, self.size_bytes)
         segment, base = self._segment_at(offset)
         return self._aligned(offset, base, segment.block_bytes, segment.size_bytes)
 
-    def source(self, span: Span) -> tuple[str, int]:
+    def source(self, span: ByteRange) -> tuple[str, int]:
         """Return the stored file that holds `span`, a range in one unit, and the offset in it."""
         if self.layout is None:
             return self.path, span.start
@@ -153,7 +153,7 @@ class FileView:
         folder = generation_folder(self.directory, segment.generation)
         return f"{folder}/{segment.parts[piece.part].name}", piece.part_offset
 
-    def source_name(self, span: Span) -> str:
+    def source_name(self, span: ByteRange) -> str:
         """Return the name in the statistics of the place that `span` is read from.
 
         It names the part: hdfs-native does not say which DataNode holds it.
@@ -169,7 +169,7 @@ class FileView:
         """
         return self.plain_version == plain_version(info)
 
-    def verify(self, span: Span, data: memoryview) -> None:
+    def verify(self, span: ByteRange, data: memoryview) -> None:
         """Check `data`, the bytes of `span` (whole blocks of one unit). Raises: CorruptError."""
         if len(data) != span.length:
             path, _ = self.source(span)
@@ -197,6 +197,6 @@ class FileView:
         return self.layout.segments[index], self._bases[index]
 
     @staticmethod
-    def _aligned(offset: int, base: int, step: int, size: int) -> Span:
+    def _aligned(offset: int, base: int, step: int, size: int) -> ByteRange:
         start = (offset - base) // step * step
-        return Span(base + start, base + min(start + step, size))
+        return ByteRange(base + start, base + min(start + step, size))

@@ -20,8 +20,8 @@ from bootseer.fuse.kernel.operations import (
     Buffer,
     Caller,
     DirectoryEntry,
-    Entry,
     FileSystemStatistics,
+    NodeEntry,
     Opened,
     Operations,
 )
@@ -38,7 +38,7 @@ _REPLY_NAMES_MAX = 1024
 """Names in one answer: more than fit into the kernel's buffer."""
 
 _ZEROS = bytes(1024 * 1024)
-_NEGATIVE = Entry(None, entry_ttl_s=_TTL_S)
+_NEGATIVE = NodeEntry(None, entry_ttl_s=_TTL_S)
 _DIRECTORY_BYTES = 4096
 """Size of a directory in stat; not 0, since some tools divide by it."""
 
@@ -117,10 +117,10 @@ class TreeFileSystem(Operations):
             blocks_512=blocks,
         )
 
-    def _entry(self, number: int) -> Entry:
-        return Entry(self._attributes(number), entry_ttl_s=_TTL_S, attributes_ttl_s=_TTL_S)
+    def _entry(self, number: int) -> NodeEntry:
+        return NodeEntry(self._attributes(number), entry_ttl_s=_TTL_S, attributes_ttl_s=_TTL_S)
 
-    def lookup(self, caller: Caller, parent: int, name: bytes) -> Entry:
+    def lookup(self, caller: Caller, parent: int, name: bytes) -> NodeEntry:
         number = self._tree.lookup(parent - 1, name)
         return _NEGATIVE if number is None else self._entry(number)
 

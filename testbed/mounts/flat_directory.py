@@ -19,7 +19,7 @@ from bootseer.fuse.kernel.operations import (
     Buffer,
     Caller,
     DirectoryEntry,
-    Entry,
+    NodeEntry,
     Opened,
     Operations,
 )
@@ -71,13 +71,13 @@ class FlatDirectory(Operations):
             mtime_ns=status.st_mtime_ns,
         )
 
-    def _entry(self, number: int) -> Entry:
-        return Entry(self._attributes(number + 2), _TTL_S, _TTL_S)
+    def _entry(self, number: int) -> NodeEntry:
+        return NodeEntry(self._attributes(number + 2), _TTL_S, _TTL_S)
 
-    def lookup(self, caller: Caller, parent: int, name: bytes) -> Entry:
+    def lookup(self, caller: Caller, parent: int, name: bytes) -> NodeEntry:
         number = self._numbers.get(name)
         if parent != ROOT_NODE or number is None:
-            return Entry(None, _TTL_S)
+            return NodeEntry(None, _TTL_S)
         return self._entry(number)
 
     def getattr(self, caller: Caller, node: int, handle: int | None) -> tuple[Attributes, float]:

@@ -17,8 +17,8 @@ from bootseer.fuse.kernel.operations import (
     Buffer,
     Caller,
     DirectoryEntry,
-    Entry,
     FileSystemStatistics,
+    NodeEntry,
     Opened,
     Operations,
     SetAttributes,
@@ -91,7 +91,7 @@ class PassthroughFileSystem(Operations):
             blocks_512=s.st_blocks,
         )
 
-    def _entry(self, parent: int, name: bytes) -> Entry:
+    def _entry(self, parent: int, name: bytes) -> NodeEntry:
         fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._fds[parent])
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino)
@@ -102,13 +102,13 @@ class PassthroughFileSystem(Operations):
                 self._nodes[key], self._keys[node], self._fds[node] = node, key, fd
             else:
                 os.close(fd)
-        return Entry(self._attributes(node, status), self.ttl_s, self.ttl_s)
+        return NodeEntry(self._attributes(node, status), self.ttl_s, self.ttl_s)
 
-    def lookup(self, caller: Caller, parent: int, name: bytes) -> Entry:
+    def lookup(self, caller: Caller, parent: int, name: bytes) -> NodeEntry:
         try:
             return self._entry(parent, name)
         except FileNotFoundError:
-            return Entry(None, self.ttl_s)
+            return NodeEntry(None, self.ttl_s)
 
     def dropped(self, node: int) -> None:
         if node == ROOT_NODE:
@@ -142,7 +142,7 @@ class PassthroughFileSystem(Operations):
     def readlink(self, caller: Caller, node: int) -> bytes:
         return os.readlink(_NAMELESS, dir_fd=self._fds[node])
 
-    def mkdir(self, caller: Caller, parent: int, name: bytes, mode: int) -> Entry:
+    def mkdir(self, caller: Caller, parent: int, name: bytes, mode: int) -> NodeEntry:
         os.mkdir(name, mode, dir_fd=self._fds[parent])
         return self._entry(parent, name)
 
@@ -173,7 +173,7 @@ class PassthroughFileSystem(Operations):
 
     def create(
         self, caller: Caller, parent: int, name: bytes, mode: int, flags: int
-    ) -> tuple[Entry, Opened]:
+    ) -> tuple[NodeEntry, Opened]:
         wanted = (flags & ~(os.O_APPEND | os.O_DIRECT)) | os.O_CREAT | os.O_NOFOLLOW
         fd = os.open(name, wanted, mode, dir_fd=self._fds[parent])
         return self._entry(parent, name), self._opened(fd)

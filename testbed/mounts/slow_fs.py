@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.fuse.kernel.operations import Buffer, Caller, Entry, Opened
+from bootseer.fuse.kernel.operations import Buffer, Caller, NodeEntry, Opened
 from bootseer.fuse.kernel.options import MountOptions
 from testbed.mounts.passthrough_fs import PassthroughFileSystem
 from testbed.mounts.serving import serve
@@ -72,7 +72,7 @@ class SlowFileSystem(PassthroughFileSystem):
         with self._count_lock:
             self._counts = [0] * len(self._counts)
 
-    def lookup(self, caller: Caller, parent: int, name: bytes) -> Entry:
+    def lookup(self, caller: Caller, parent: int, name: bytes) -> NodeEntry:
         self._asked(0, 0, 0, 0, 1)
         return super().lookup(caller, parent, name)
 

@@ -88,7 +88,8 @@ def _layout() -> bytes:
     for number, count in ((1, 1), (2, 3)):
         size = 5 * block + 100 * number
         parts = tuple(
-            layout.Part(f"{i:02x}", layout.part_size(size, block, count, i)) for i in range(count)
+            layout.PartFile(f"{i:02x}", layout.part_size(size, block, count, i))
+            for i in range(count)
         )
         sums = layout.pack_checksums(list(range(-(-size // block))))
         segments.append(layout.Segment(f"{number:032x}", size, block, block, parts, sums))

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from bootseer.errors import CorruptError
 from bootseer.fuse.striped.group.channel import GroupChannel
-from bootseer.fuse.striped.group.plan import Assembly, Extent, GroupPlan, Piece
+from bootseer.fuse.striped.group.plan import Assembly, GroupPlan, NeededRange, PlannedRead
 from bootseer.fuse.striped.reading.unit_read import OpenFile
 from bootseer.fuse.striped.storage import StripedStorage
 
@@ -48,7 +48,7 @@ class PieceReader:
 
     BUFFERS = 3
 
-    def __init__(self, storage: StripedStorage, extents: Sequence[Extent]) -> None:
+    def __init__(self, storage: StripedStorage, extents: Sequence[NeededRange]) -> None:
         self.read_bytes = 0
         self._storage = storage
         self._extents = extents
@@ -146,7 +146,7 @@ class Loading:
         planner: LoadPlanner,
         channel: GroupChannel,
         *,
-        extent_of: Callable[[ReadItem], Extent],
+        extent_of: Callable[[ReadItem], NeededRange],
         piece_bytes: int,
     ) -> None:
         """Make a loader.
@@ -164,7 +164,7 @@ class Loading:
         self._planner = planner
         self._channel = channel
         self._piece_bytes = piece_bytes
-        self._items: dict[Extent, list[ReadItem]] = defaultdict(list)
+        self._items: dict[NeededRange, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             self._items[extent_of(item)].append(item)
         self._buffers: list[bytearray] = []
@@ -175,7 +175,10 @@ class Loading:
         plan, rank = self._plan, self._channel.rank
         own = PieceReader(
             storage,
-            [Extent(plan.files[piece.file], piece.start, piece.length) for piece in plan.own(rank)],
+            [
+                NeededRange(plan.files[piece.file], piece.start, piece.length)
+                for piece in plan.own(rank)
+            ],
         )
         with own:
             error: BaseException | None = None
@@ -190,7 +193,7 @@ class Loading:
         self.read_bytes = own.read_bytes
 
     def _run_round(
-        self, pieces: tuple[Piece, ...], own: PieceReader, error: BaseException | None
+        self, pieces: tuple[PlannedRead, ...], own: PieceReader, error: BaseException | None
     ) -> BaseException | None:
         """Exchange the pieces of one round. Return the error of this rank after the ranks agree."""
         rank = self._channel.rank
@@ -233,10 +236,10 @@ class Loading:
             return caught
         return None
 
-    def _deliver(self, piece: Piece, view: memoryview) -> None:
+    def _deliver(self, piece: PlannedRead, view: memoryview) -> None:
         self._assembly.add(self._plan.files[piece.file], piece.start, view)
 
-    def _load(self, extent: Extent, data: memoryview) -> None:
+    def _load(self, extent: NeededRange, data: memoryview) -> None:
         """Load a stored item into the planner's tensors."""
         tensor: torch.Tensor | None = None
         for item in self._items[extent]:
@@ -260,7 +263,7 @@ class Loading:
             self._planner.commit_tensor(item, target)
 
     @staticmethod
-    def _tensor(extent: Extent, data: memoryview) -> torch.Tensor:
+    def _tensor(extent: NeededRange, data: memoryview) -> torch.Tensor:
         try:
             loaded = torch.load(BytesFile(data), map_location="cpu", weights_only=True)
         except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:

@@ -15,7 +15,7 @@ from msgspec import Struct
 from bootseer.errors import CorruptError
 
 
-class Extent(NamedTuple):
+class NeededRange(NamedTuple):
     """Bytes `[start, start + length)` of a file that hold one stored item."""
 
     path: str
@@ -23,7 +23,7 @@ class Extent(NamedTuple):
     length: int
 
 
-class Piece(NamedTuple):
+class PlannedRead(NamedTuple):
     """Bytes of one file that a single rank reads. A small object, because plans are sent."""
 
     file: int
@@ -42,12 +42,12 @@ class GroupPlan(Struct, frozen=True):
     files: tuple[str, ...]
     audiences: tuple[tuple[int, ...], ...]
     """Sets of ranks that need the same bytes, each ascending."""
-    rounds: tuple[tuple[Piece, ...], ...]
+    rounds: tuple[tuple[PlannedRead, ...], ...]
     """Pieces that several ranks need; in a round each owner has one."""
-    private: tuple[Piece, ...]
+    private: tuple[PlannedRead, ...]
     """Pieces that this rank alone needs."""
 
-    def own(self, rank: int) -> Iterator[Piece]:
+    def own(self, rank: int) -> Iterator[PlannedRead]:
         """Yield the pieces that `rank` reads, in order."""
         for pieces in self.rounds:
             yield from (piece for piece in pieces if piece.owner == rank)
@@ -55,7 +55,7 @@ class GroupPlan(Struct, frozen=True):
 
 
 def plan_group(
-    needs: Sequence[Collection[Extent]], *, piece_bytes: int, pieces_per_round: int
+    needs: Sequence[Collection[NeededRange]], *, piece_bytes: int, pieces_per_round: int
 ) -> list[GroupPlan]:
     """Return a plan for each rank, such that every byte is read by one rank only.
 
@@ -63,22 +63,22 @@ def plan_group(
     of verification. The pieces of an audience are in the order of the files, so that at most one
     item of each audience is incomplete at any time. The ranks' bytes differ by a piece at most.
     """
-    audience_of: dict[Extent, list[int]] = defaultdict(list)
+    audience_of: dict[NeededRange, list[int]] = defaultdict(list)
     for rank, extents in enumerate(needs):
         for extent in set(extents):
             if extent.length:
                 audience_of[extent].append(rank)
-    shared: dict[tuple[int, ...], list[Extent]] = defaultdict(list)
+    shared: dict[tuple[int, ...], list[NeededRange]] = defaultdict(list)
     for extent, ranks in audience_of.items():
         shared[tuple(ranks)].append(extent)
     audiences = tuple(sorted(shared))
     files = tuple(sorted({extent.path for extent in audience_of}))
     number_of = {path: number for number, path in enumerate(files)}
-    private: list[tuple[Piece, ...]] = [()] * len(needs)
-    queues: deque[tuple[int, deque[Piece]]] = deque()
+    private: list[tuple[PlannedRead, ...]] = [()] * len(needs)
+    queues: deque[tuple[int, deque[PlannedRead]]] = deque()
     for number, audience in enumerate(audiences):
         pieces = deque(
-            Piece(number_of[extent.path], extent.start, extent.length, audience[0], number)
+            PlannedRead(number_of[extent.path], extent.start, extent.length, audience[0], number)
             for extent in _cut(shared[audience], piece_bytes)
         )
         if len(audience) == 1:
@@ -89,7 +89,7 @@ def plan_group(
     return [GroupPlan(files, audiences, rounds, own) for own in private]
 
 
-def _cut(extents: list[Extent], piece_bytes: int) -> Iterator[Extent]:
+def _cut(extents: list[NeededRange], piece_bytes: int) -> Iterator[NeededRange]:
     """Yield the union of the extents, in order, cut at every multiple of `piece_bytes`."""
     path, start, end = "", 0, 0
     for extent in [*sorted(extents), None]:
@@ -98,22 +98,22 @@ def _cut(extents: list[Extent], piece_bytes: int) -> Iterator[Extent]:
             continue
         while start < end:
             stop = min(end, (start // piece_bytes + 1) * piece_bytes)
-            yield Extent(path, start, stop - start)
+            yield NeededRange(path, start, stop - start)
             start = stop
         if extent is not None:
             path, start, end = extent.path, extent.start, extent.start + extent.length
 
 
 def _rounds(
-    queues: deque[tuple[int, deque[Piece]]],
+    queues: deque[tuple[int, deque[PlannedRead]]],
     audiences: tuple[tuple[int, ...], ...],
     rank_count: int,
     pieces_per_round: int,
-) -> Iterator[tuple[Piece, ...]]:
+) -> Iterator[tuple[PlannedRead, ...]]:
     """Yield the pieces in rounds. Audiences without a common rank share a round."""
     load_bytes = [0] * rank_count
     while queues:
-        chosen: list[Piece] = []
+        chosen: list[PlannedRead] = []
         busy: set[int] = set()
         for number, pieces in queues:
             free = sorted(
@@ -147,13 +147,13 @@ class Assembly:
     """Assembly of items from pieces in any order. `on_complete` gets each complete item."""
 
     def __init__(
-        self, extents: list[Extent], on_complete: Callable[[Extent, memoryview], None]
+        self, extents: list[NeededRange], on_complete: Callable[[NeededRange, memoryview], None]
     ) -> None:
         self._on_complete = on_complete
-        self._by_file: dict[str, list[Extent]] = defaultdict(list)
+        self._by_file: dict[str, list[NeededRange]] = defaultdict(list)
         for extent in sorted(extents):
             self._by_file[extent.path].append(extent)
-        self._open: dict[Extent, _Item] = {}
+        self._open: dict[NeededRange, _Item] = {}
         self._spare: bytearray | None = None
         self._missing_count = len(extents)
 
@@ -192,6 +192,6 @@ class Assembly:
         spare, self._spare = self._spare, None
         return spare if spare is not None and len(spare) >= length else bytearray(length)
 
-    def _complete(self, extent: Extent, data: memoryview) -> None:
+    def _complete(self, extent: NeededRange, data: memoryview) -> None:
         self._missing_count -= 1
         self._on_complete(extent, data)

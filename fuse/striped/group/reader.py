@@ -25,7 +25,7 @@ from bootseer.base.urls import absolute_url
 from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
 from bootseer.fuse.striped.group.channel import GroupChannel
 from bootseer.fuse.striped.group.loading import Loading, PieceReader
-from bootseer.fuse.striped.group.plan import Extent, plan_group
+from bootseer.fuse.striped.group.plan import NeededRange, plan_group
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.tools.copy import open_storage
 from bootseer.settings.config import Settings, load_settings
@@ -226,14 +226,14 @@ class GroupReader(StorageReader):  # type: ignore[misc]
         finally:
             storage.reader.close(file)
 
-    def _extent(self, item: ReadItem) -> Extent:
+    def _extent(self, item: ReadItem) -> NeededRange:
         stored = self._stored[item.storage_index]
         if getattr(stored, "transform_descriptors", None):
             raise UnsupportedError(
                 f"{self.checkpoint_id} was written with stream extensions: load it with "
                 "torch.distributed.checkpoint.FsspecReader"
             )
-        return Extent(stored.relative_path, stored.offset, stored.length)
+        return NeededRange(stored.relative_path, stored.offset, stored.length)
 
     def _note(self, **counts: int) -> None:
         changes = {name: getattr(self.statistics, name) + count for name, count in counts.items()}

@@ -23,8 +23,8 @@ from bootseer.fuse.kernel.operations import (
     Buffer,
     Caller,
     DirectoryEntry,
-    Entry,
     FileSystemStatistics,
+    NodeEntry,
     Opened,
     Operations,
     SetAttributes,
@@ -211,7 +211,7 @@ class MountedTree(Operations):
         known.is_forgotten = False
         return known
 
-    def lookup(self, caller: Caller, parent: int, name: bytes) -> Entry:
+    def lookup(self, caller: Caller, parent: int, name: bytes) -> NodeEntry:
         with self._lock:
             directory = self._nodes.node(parent)
             text, path = self._child_path(directory, name)
@@ -235,7 +235,7 @@ class MountedTree(Operations):
                 own = self._nodes.look_up_own(directory, text, caller.pid, known.status)
                 return self._entry(own or known, seen_s)
         with self._lock:
-            self._nodes.end_wishes(caller.pid, text)
+            self._nodes.end_pending_lookups(caller.pid, text)
         raise refuse(errno.ENOENT, path)
 
     def forget(self, node: int, count: int) -> None:
@@ -251,11 +251,11 @@ class MountedTree(Operations):
         with self._lock:
             self._nodes.forget(node)
 
-    def _entry(self, node: Node, seen_s: float | None = None) -> Entry:
+    def _entry(self, node: Node, seen_s: float | None = None) -> NodeEntry:
         """Return the answer to a lookup. `seen_s`: time of the status; now by default."""
         attributes, ttl_s = self._shown(node, seen_s)
         # A file that only this mount knows may vanish without notice to the kernel.
-        return Entry(attributes, 0.0 if node.is_local else ttl_s, ttl_s)
+        return NodeEntry(attributes, 0.0 if node.is_local else ttl_s, ttl_s)
 
     def _shown(
         self, node: Node, seen_s: float | None = None, writer: FileWriter | None = None
@@ -279,7 +279,7 @@ class MountedTree(Operations):
             writer = writer or node.writer()
             is_growing = writer is not None and not writer.has_failed
             size_bytes = writer.size_bytes if writer and is_growing else status.size_bytes
-            if writer is None and node.is_emptied:
+            if writer is None and node.is_truncated:
                 size_bytes = 0
             mode, links = stat.S_IFREG | 0o666 & ~owner.umask, 0 if node.is_detached else 1
         return Attributes(
@@ -338,7 +338,7 @@ class MountedTree(Operations):
 
     # ---- directories ----------------------------------------------------------------------
 
-    def mkdir(self, caller: Caller, parent: int, name: bytes, mode: int) -> Entry:
+    def mkdir(self, caller: Caller, parent: int, name: bytes, mode: int) -> NodeEntry:
         directory, text, path = self._new_name(parent, name)
         try:
             status = self._tree.mkdir(path)
@@ -609,7 +609,7 @@ class MountedTree(Operations):
 
     def create(
         self, caller: Caller, parent: int, name: bytes, mode: int, flags: int
-    ) -> tuple[Entry, Opened]:
+    ) -> tuple[NodeEntry, Opened]:
         directory, text, path = self._new_name(parent, name)
         with self._lock:
             again = self.files.opened_before(caller)

@@ -109,8 +109,8 @@ class FileClosedRecord(Struct, frozen=True, array_like=True, tag=4):
     file: int
 
 
-class WishRecord(Struct, frozen=True, array_like=True, tag=5):
-    """Wish of a thread for a node of its own (see `nodes`); without a node: the wish has ended."""
+class PendingLookupRecord(Struct, frozen=True, array_like=True, tag=5):
+    """Pending lookup of a thread (see `nodes`). Without a node, the pending lookup has ended."""
 
     thread: int
     name: bytes
@@ -139,7 +139,7 @@ Record: TypeAlias = (
     | NodeGoneRecord
     | FileRecord
     | FileClosedRecord
-    | WishRecord
+    | PendingLookupRecord
     | LayoutRecord
     | PinnedRecord
 )
@@ -149,11 +149,11 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 class Inherited(Struct):
-    """Contents of a journal: the last state of each node, open file and wish."""
+    """Contents of a journal: the last state of each node, open file and pending lookup."""
 
     nodes: dict[int, NodeRecord] = field(default_factory=dict)
     files: dict[int, FileRecord] = field(default_factory=dict)
-    wishes: dict[tuple[int, bytes], WishRecord] = field(default_factory=dict)
+    pending: dict[tuple[int, bytes], PendingLookupRecord] = field(default_factory=dict)
     layouts: dict[bytes, bytes] = field(default_factory=dict)
     pinned: dict[bytes, bytes] = field(default_factory=dict)
 
@@ -168,8 +168,8 @@ class Inherited(Struct):
                 self.files[record.file] = record
             case FileClosedRecord():
                 self.files.pop(record.file, None)
-            case WishRecord():
-                self.wishes[record.thread, record.name] = record
+            case PendingLookupRecord():
+                self.pending[record.thread, record.name] = record
             case LayoutRecord():
                 self.layouts[record.identity] = record.data
             case PinnedRecord():

@@ -1,19 +1,19 @@
 """Tables of a mount's nodes and open files.
 
-A node stands for one generation of a file as far as readers go, so that pages and the size that the
-kernel keeps for a node never belong to other bytes. When a name comes to mean another generation,
-it gets a new node and the old one is *detached*. Who opens a file for writing gets a node of its
-own, which no lookup finds: the size of the new generation is seen by that descriptor only, until
+Readers of a node all read one generation of the file, so that the pages and the size that the
+kernel caches for a node match its bytes. When another generation is published under a name, the
+name gets a new node, and the old node is *detached*. A descriptor that is opened for writing gets
+its own node, which no lookup finds: only that descriptor sees the size of the new generation, until
 the generation is published. A file that is not stored yet has one node for its first writer and for
 its readers.
 
-Which node an open file belongs to is settled by the kernel's lookup, before we hear for what it is
-opened. So an open for writing is answered with ESTALE, and the *wish* of its thread is noted;
-the kernel then looks the name up again (open(2) and truncate(2) do this once) and opens what that
-finds: a node of its own.
+The kernel's lookup chooses the node of an open file before the mount learns whether the file is
+opened for writing. So the first open for writing fails with ESTALE, and a `PendingLookup` of its
+thread is noted. The kernel then looks the name up once more, as open(2) and truncate(2) do, and
+opens the node that this lookup returns: the writer's own.
 
-Every change is told to the journal, from which a successor of this process makes the same tables.
-Not thread-safe: callers hold `NodeTable.lock`, which is never held during I/O.
+Every change is written to the journal, from which a successor of this process builds the same
+tables. Not thread-safe: callers hold `NodeTable.lock`, which is never held during I/O.
 """
 
 import enum
@@ -36,8 +36,8 @@ from bootseer.fuse.striped.mounted.journal import (
     NodeGoneRecord,
     NodeKind,
     NodeRecord,
+    PendingLookupRecord,
     Record,
-    WishRecord,
     view_record,
 )
 from bootseer.fuse.striped.names.stored import FileStatus, refuse
@@ -46,8 +46,8 @@ from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.file_writer import FileWriter, WriterState
 from bootseer.store.backend import HasDescriptor
 
-# A thread that was told to look a name up once more does so at once, unless it is killed.
-_WISH_S = 60.0
+# A thread looks a name up again at once, unless it is killed.
+_PENDING_S = 60.0
 
 
 class Node(Struct, eq=False):
@@ -58,22 +58,22 @@ class Node(Struct, eq=False):
     """None for the root, and for a detached node."""
     name: str
     status: FileStatus
-    """As last seen."""
+    """Status as of the last lookup."""
     kind: NodeKind = NodeKind.STORED
     is_wanted: bool = False
-    """Whether a thread is about to open, or to cut, this node of a writer."""
+    """Whether a thread is about to open or truncate this node of a writer."""
     inode: int = 0
-    """Inode number that is shown: a writer's node shows that of the file, and a file keeps that of
-    its creation; 0: the node's id."""
+    """Inode number that stat(2) returns; 0: the node's id. A writer's node has that of the file,
+    and a file keeps the number with which it was created."""
     had_readers: bool = False
-    """Whether the kernel may hold pages of it."""
+    """Whether the kernel may cache pages of the node."""
     may_be_passed: bool = True
-    """Whether the kernel may be given the stored file itself to read from."""
+    """Whether the kernel may read the stored file itself (passthrough)."""
     was_passed: bool = False
-    """Whether it may have been: then all opens are, and none may be for writing, which the kernel
-    would do in the stored file."""
+    """Whether the node may have been opened with passthrough. Then every open must use it, and none
+    may be for writing: the kernel would write into the stored file."""
     is_forgotten: bool = False
-    """Whether the kernel let go of it, and only its children keep it."""
+    """Whether the kernel has forgotten the node, which only its children or files need."""
     handles: "list[Handle]" = field(default_factory=lambda: _NO_HANDLES)
     children: "dict[str, Node]" = field(default_factory=lambda: _NO_NODES)
     """Nodes that lookups in this directory find."""
@@ -82,17 +82,17 @@ class Node(Struct, eq=False):
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a file that was created here and never published."""
+        """Whether the file was created in this mount and never published."""
         return self.kind is NodeKind.LOCAL
 
     @property
     def is_writing(self) -> bool:
-        """Whether it is the own node of a writer."""
+        """Whether the node is the own node of a writer."""
         return self.kind is NodeKind.OWN
 
     @property
     def is_detached(self) -> bool:
-        """Return whether the node's name, or a directory above it, is gone or replaced."""
+        """Whether the node, or a directory above it, has lost its name."""
         node = self
         while node.parent is not None:
             node = node.parent
@@ -117,30 +117,30 @@ class Node(Struct, eq=False):
 
     @property
     def shown_inode(self) -> int:
-        """Inode number that is shown."""
+        """Inode number that stat(2) returns."""
         return self.inode or self.id
 
     def writer(self) -> FileWriter | None:
-        """Return the writer that was opened last, if any is at work."""
+        """Return the active writer that was opened last, or None."""
         for handle in reversed(self.handles):
-            # The kernel closes the files of a killed process a moment after it is gone.
+            # The kernel closes the files of a killed process a moment after its end.
             writer = handle.writer if not handle.killed else None
             if writer is not None and (writer.was_written or not handle.superseded):
                 return writer
         return None
 
     @property
-    def is_emptied(self) -> bool:
-        """Return whether the writers only emptied the file, before it was opened again."""
+    def is_truncated(self) -> bool:
+        """Whether all writers only truncated the file, and it was opened again since."""
         return (
             self.is_writing
             and len(self.handles) > 0
-            and all(handle.is_late for handle in self.handles)
+            and all(handle.is_obsolete for handle in self.handles)
         )
 
     @property
     def is_unpublished(self) -> bool:
-        """Whether the file exists in this mount alone, and is being written here."""
+        """Whether the file exists only in this mount, and is being written."""
         return self.is_local and any(
             handle.writer is not None and not handle.killed for handle in self.handles
         )
@@ -175,7 +175,7 @@ class Node(Struct, eq=False):
 
 
 class Phase(enum.Enum):
-    """Descriptors of an open file, as far as the server can know.
+    """State of the descriptors of an open file, as far as the server can know.
 
     OPEN --a copy is closed--> COPY_CLOSED --nothing follows--> KEPT_OPEN
       ^                            |  |                            |  |
@@ -185,11 +185,11 @@ class Phase(enum.Enum):
 
     OPEN = enum.auto()
     COPY_CLOSED = enum.auto()
-    """A descriptor was closed, and nothing was written since: it may have been the last one."""
+    """A descriptor, maybe the last one, was closed, and nothing was written since."""
     KEPT_OPEN = enum.auto()
-    """A descriptor was closed; another one is open still, as it seems."""
+    """A descriptor was closed; another one still seems to be open."""
     RELEASING = enum.auto()
-    """The last descriptor is gone."""
+    """The last descriptor is closed."""
 
 
 class Handle(Struct, eq=False):
@@ -199,34 +199,33 @@ class Handle(Struct, eq=False):
     node: Node
     flags: int
     file: OpenFile | None = None
-    """Generation that it reads; of a file that is written through its node, the last one that was
-    published."""
+    """Generation to read; for a writer's node, the generation that was published last."""
     descriptor: HasDescriptor | None = None
-    """Stored file that the kernel may read by itself."""
+    """Stored file that the kernel reads itself (passthrough)."""
     base: FileView | None = None
-    """Generation that it appends to, before the first write."""
+    """Generation to append to; set until the first write."""
     writer: FileWriter | None = None
     unpublished_owners: set[int | None] = field(default_factory=set)
     """Tables of open files (`Caller.lock_owner`) of the processes that wrote since the last commit.
     The close of any other process, such as a child that inherited the descriptor, commits nothing.
     """
     opener: int = 0
-    """Process that opened it; 0 if it is unknown."""
+    """Process that opened the file; 0 if it is unknown."""
     phase: Phase = Phase.OPEN
     killed: bool = False
-    """Whether the process that wrote it was ended by a signal."""
+    """Whether the process that wrote was ended by a signal."""
     superseded: bool = False
-    """Whether the file was opened anew, or cut, since: emptying it would come too late; or whether
-    it was opened without being emptied, before somebody else had published it."""
+    """Whether the handle must not truncate the file: the file was opened or truncated again since,
+    or the handle was opened without O_TRUNC, before another handle published the file."""
     is_nameless: bool = False
-    """Whether this mount removed or replaced its file before anything was written through it, when
-    its name meant another file already."""
+    """Whether this mount removed or replaced the file before the first write, so that its name
+    belongs to another file."""
     publishing: threading.Lock = field(default_factory=threading.Lock)
-    """Held from publishing what it wrote until the node shows it."""
+    """Held while the written bytes are published, until the node has the new generation."""
     request: int = 0
-    """The request that opened it: a successor may be asked to do that once more."""
+    """The request that opened the file. The kernel may send it again to a successor."""
     noted: FileRecord | None = None
-    """What the journal has of it."""
+    """The journal's last record of the handle."""
 
     @property
     def is_writable(self) -> bool:
@@ -239,34 +238,34 @@ class Handle(Struct, eq=False):
         return self.flags & os.O_ACCMODE != os.O_WRONLY
 
     @property
-    def only_empties(self) -> bool:
-        """Whether all that it has done so far is to make its file empty, unseen by others."""
+    def has_only_truncated(self) -> bool:
+        """Whether the handle has truncated its file, and written and published nothing so far."""
         is_new = self.writer is not None and self.writer.state is WriterState.NEW
         return is_new and not self.killed
 
     @property
-    def will_empty(self) -> bool:
-        """Whether it makes its file empty at the last close, if nothing else happens before."""
-        return self.only_empties and not self.superseded
+    def will_truncate(self) -> bool:
+        """Whether the last close will publish an empty file, unless something is written before."""
+        return self.has_only_truncated and not self.superseded
 
     @property
-    def is_late(self) -> bool:
-        """Whether it has written nothing, and must not make the file empty: see `superseded`."""
-        return self.only_empties and self.superseded
+    def is_obsolete(self) -> bool:
+        """Whether the handle has written nothing and must not truncate the file: `superseded`."""
+        return self.has_only_truncated and self.superseded
 
     @property
     def is_due(self) -> bool:
-        """Whether its writer is to be published at the last close, or when the file is renamed.
+        """Whether the last close, or a rename of the file, publishes the written bytes.
 
-        Not after the writing process was killed: half a checkpoint must not appear.
+        False after the writing process was killed: half a checkpoint must not appear.
         """
         writer = self.writer
         is_pending = writer is not None and writer.needs_publishing
-        return is_pending and not self.killed and not self.is_late
+        return is_pending and not self.killed and not self.is_obsolete
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether bytes would be lost with this process."""
+        """Whether bytes would be lost if this process ended."""
         return self.writer is not None and (self.writer.was_written or self.writer.has_failed)
 
     def record(self) -> FileRecord:
@@ -288,21 +287,22 @@ class Handle(Struct, eq=False):
         )
 
 
-# Shared by all nodes that have none: most of a million files that the kernel knows. Never changed.
+# Shared by all nodes without files or children, since the kernel may know a million nodes. Never
+# changed.
 _NO_HANDLES: list[Handle] = []
 _NO_NODES: dict[str, Any] = {}
 
 
-class Wish(Struct, eq=False):
-    """A thread that wants to write a file, and looks its name up again for that."""
+class PendingLookup(Struct, eq=False):
+    """Second lookup of a name by a thread that wants to write the file."""
 
     node: int
-    """Node that it found first."""
+    """Node of the first lookup."""
     since_s: float
     only_reads: bool = False
-    """Whether it found a writer's node, and wants the one that lookups find."""
+    """Whether the first lookup returned a writer's node to a thread that only reads."""
     own: Node | None = None
-    """Node of its own that it found then."""
+    """Own node of the writer, which the second lookup returned."""
 
 
 class NodeTable:
@@ -317,7 +317,7 @@ class NodeTable:
         self.request_count = 0
         """Requests for nodes and open files so far."""
         self._journal = journal
-        self._wishes: dict[tuple[int, str], Wish] = {}
+        self._pending: dict[tuple[int, str], PendingLookup] = {}
         """By thread and name."""
         self._ids = itertools.count(ROOT_NODE + 1)
         self._handle_ids = itertools.count(1)
@@ -325,7 +325,7 @@ class NodeTable:
     # ---- the journal ----------------------------------------------------------------------
 
     def start_journal(self) -> None:
-        """Begin the journal with all nodes, open files and wishes."""
+        """Begin the journal with all nodes, open files and pending lookups."""
         if self._journal is None:
             return
         with self._journal.anew():
@@ -334,21 +334,21 @@ class NodeTable:
             for handle in self.handles.values():
                 handle.noted = None
                 self.note(handle)
-            for key in self._wishes:
-                self._note_wish(key)
+            for key in self._pending:
+                self._note_pending(key)
 
     def close_journal(self) -> None:
-        """Stop telling the journal."""
+        """Close the journal; later changes are not recorded."""
         if self._journal is not None:
             self._journal.close()
 
     def note_node(self, node: Node) -> None:
-        """Tell the journal of a new or changed node."""
+        """Record a new or changed node in the journal."""
         if self._journal is not None and node is not self.root:
             self._add(node.record())
 
     def note(self, handle: Handle) -> None:
-        """Tell the journal of an open file, if it changed. Before the kernel is answered."""
+        """Record an open file in the journal if it changed. Call before the reply to the kernel."""
         if self._journal is None:
             return
         record = handle.record()
@@ -365,16 +365,17 @@ class NodeTable:
         self._add(record)
 
     def note_published(self, node: Node, path: str) -> None:
-        """Tell the journal about the open files that a published file changes.
+        """Record the open files that a publication changes in the journal.
 
-        These are the file itself, and readers of a replaced ordinary file, which is in memory now.
+        These are the files of `node`, and readers of an ordinary file that was replaced, which have
+        its content in memory now.
         """
         for handle in self.handles.values():
             if handle.node is node or (handle.file is not None and handle.file.view.path == path):
                 self.note(handle)
 
     def note_all(self) -> None:
-        """Tell the journal of all open files that changed: names have."""
+        """Record all changed open files in the journal, after names have changed."""
         for handle in self.handles.values():
             self.note(handle)
 
@@ -386,7 +387,7 @@ class NodeTable:
             self.start_journal()
 
     def resume(self, inherited: Inherited, now_s: float) -> None:
-        """Take over nodes and wishes of a predecessor. No number that it gave is given again."""
+        """Take over nodes and pending lookups of a predecessor. Its numbers are not used again."""
         for record in inherited.nodes.values():
             identity = os.fsdecode(record.identity)
             self.by_id[record.node] = Node(
@@ -396,21 +397,21 @@ class NodeTable:
                 FileStatus("", record.is_dir, record.size_bytes, record.modified_ns, identity),
                 kind=record.kind,
                 inode=record.inode,
-                # Whether the kernel has pages of it, or reads it past us, is not known.
+                # It is unknown whether the kernel has pages of the node, or uses passthrough.
                 had_readers=not record.is_dir,
                 was_passed=not record.is_dir,
                 is_forgotten=record.is_forgotten,
             )
         for record in inherited.nodes.values():
-            # A parent that is unknown was forgotten with all that it led to.
+            # An unknown parent was forgotten together with everything below it.
             parent = self.by_id.get(record.parent) if record.parent is not None else None
             if parent is not None:
-                self._put(self.by_id[record.node], parent)
-        for wish in inherited.wishes.values():
-            if wish.node is not None:
-                own = self.by_id.get(wish.own) if wish.own is not None else None
-                key = wish.thread, os.fsdecode(wish.name)
-                self._wishes[key] = Wish(wish.node, now_s, wish.only_reads, own)
+                self._add_to_parent(self.by_id[record.node], parent)
+        for lookup in inherited.pending.values():
+            if lookup.node is not None:
+                own = self.by_id.get(lookup.own) if lookup.own is not None else None
+                key = lookup.thread, os.fsdecode(lookup.name)
+                self._pending[key] = PendingLookup(lookup.node, now_s, lookup.only_reads, own)
                 if own is not None:
                     own.is_wanted = True
         self._ids = itertools.count(time.monotonic_ns())
@@ -427,7 +428,7 @@ class NodeTable:
         return node
 
     def same_file(self, node: Node) -> list[Node]:
-        """Return all nodes of the name that a node has; only itself when it is detached."""
+        """Return all nodes with the name of `node`; only `node` itself if it is detached."""
         if node.parent is None:
             return [node]
         found = node.parent.children.get(node.name)
@@ -444,7 +445,7 @@ class NodeTable:
         node = Node(next(self._ids), parent, name, status, kind)
         for writing in parent.writing.get(name, ()):
             if writing.status.identity == status.identity:
-                # The kernel forgot the node that had the name before.
+                # The kernel forgot the earlier node of the name.
                 node.inode = writing.inode
         return self._add_node(node, parent)
 
@@ -458,49 +459,49 @@ class NodeTable:
 
     def _add_node(self, node: Node, parent: Node) -> Node:
         self.by_id[node.id] = node
-        self._put(node, parent)
+        self._add_to_parent(node, parent)
         self.note_node(node)
         return node
 
     def make_writing(self, node: Node) -> None:
-        """Turn a node that lookups find into the node of its writers."""
-        self._turn(node, NodeKind.OWN)
+        """Turn a node that lookups find into an own node of its writers."""
+        self._set_kind(node, NodeKind.OWN)
 
-    def make_found(self, node: Node) -> None:
+    def make_local(self, node: Node) -> None:
         """Turn a writer's node of a file that is not stored into one that lookups find."""
-        self._turn(node, NodeKind.LOCAL)
+        self._set_kind(node, NodeKind.LOCAL)
 
-    def _turn(self, node: Node, kind: NodeKind) -> None:
+    def _set_kind(self, node: Node, kind: NodeKind) -> None:
         parent = node.parent
         if parent is not None:
-            self._take(node, parent)
+            self._remove_from_parent(node, parent)
         node.kind = kind
         if parent is not None:
-            self._put(node, parent)
+            self._add_to_parent(node, parent)
         self.note_node(node)
 
     def detach(self, node: Node) -> None:
-        """Take a node's name away: the name means another file now, or none."""
+        """Remove a node from its directory: its name belongs to another file now, or to none."""
         parent = node.parent
         if parent is not None:
-            self._take(node, parent)
+            self._remove_from_parent(node, parent)
             if node.id in self.by_id:
                 self.note_node(node)
             if parent.is_forgotten:
                 self.forget(parent.id)
 
     def move(self, node: Node, parent: Node, name: str) -> None:
-        """Give a node another name and detach the node that had it."""
+        """Give a node another name, and detach the node that had that name."""
         replaced = parent.children.get(name)
         if replaced is not None and replaced is not node and not node.is_writing:
             self.detach(replaced)
         self.detach(node)
         node.name = name
-        self._put(node, parent)
+        self._add_to_parent(node, parent)
         self.note_node(node)
 
     def move_bases(self, source: str, target: str) -> None:
-        """Follow a rename with the bases of files that are opened for writing, not written yet."""
+        """Rename the `base` of files that are open for writing and not written yet."""
         for handle in self.handles.values():
             base = handle.base
             if base is not None and (base.path == source or base.path.startswith(source + "/")):
@@ -521,7 +522,7 @@ class NodeTable:
         self._add(NodeGoneRecord(node.id))
         self.detach(node)
 
-    def _put(self, node: Node, parent: Node) -> None:
+    def _add_to_parent(self, node: Node, parent: Node) -> None:
         node.parent = parent
         if node.is_writing:
             if parent.writing is _NO_NODES:
@@ -532,7 +533,7 @@ class NodeTable:
                 parent.children = {}
             parent.children[node.name] = node
 
-    def _take(self, node: Node, parent: Node) -> None:
+    def _remove_from_parent(self, node: Node, parent: Node) -> None:
         node.parent = None
         if not node.is_writing:
             if parent.children.get(node.name) is node:
@@ -544,80 +545,82 @@ class NodeTable:
         if not found:
             parent.writing.pop(node.name, None)
 
-    # ---- wishes ---------------------------------------------------------------------------
+    # ---- pending lookups ------------------------------------------------------------------
 
-    def want(self, node: Node, thread: int, now_s: float, *, only_reads: bool = False) -> bool:
-        """Note that `thread` wants to write the file of `node`, and is to look its name up again.
+    def expect_lookup(
+        self, node: Node, thread: int, now_s: float, *, only_reads: bool = False
+    ) -> bool:
+        """Note that `thread` will look up the name of `node` again, to write the file.
 
-        Return False where that thread was told so before and came back without a lookup, as one
-        does that opens a file by its descriptor in /proc, or a file that is a mount point.
+        Return False if the thread opened the node again without a second lookup: it opens the file
+        by its descriptor in /proc, or the file is a mount point.
         """
         if not thread:
             return True
-        for old_key, old in list(self._wishes.items()):
-            if old.since_s + _WISH_S < now_s:  # whoever had it was killed
-                self._fulfil(old_key)
+        for old_key, old in list(self._pending.items()):
+            if old.since_s + _PENDING_S < now_s:  # The thread was killed.
+                self._end_pending(old_key)
         key = thread, node.name
-        wish = self._wishes.get(key)
-        if wish is not None:
-            self._fulfil(key)
-            if wish.own is None and wish.node == node.id:
+        pending = self._pending.get(key)
+        if pending is not None:
+            self._end_pending(key)
+            if pending.own is None and pending.node == node.id:
                 return False
-        self._wishes[key] = Wish(node.id, now_s, only_reads)
-        self._note_wish(key)
+        self._pending[key] = PendingLookup(node.id, now_s, only_reads)
+        self._note_pending(key)
         return True
 
     def look_up_own(self, parent: Node, name: str, thread: int, status: FileStatus) -> Node | None:
-        """Return a node of its own for a thread that looks a name up because it wants to write."""
+        """Return the own node of a thread that looks a name up to write it; None for others."""
         key = thread, name
-        wish = self._wishes.get(key) if thread else None
-        if wish is None or status.is_dir:
+        pending = self._pending.get(key) if thread else None
+        if pending is None or status.is_dir:
             return None
-        if wish.only_reads:
-            self._fulfil(key)
+        if pending.only_reads:
+            self._end_pending(key)
             return None
-        own = wish.own
+        own = pending.own
         if own is not None and (own.parent is not parent or own.name != name):
-            # The thread gave up writing, and the file was renamed: the node means another name now.
+            # The thread gave up writing, and the node was renamed with the file.
             if not own.handles:
                 self._drop(own)
             own = None
         if own is None:
-            own = wish.own = self.add_writing(parent, name, status)
-            self._note_wish(key)
+            own = pending.own = self.add_writing(parent, name, status)
+            self._note_pending(key)
         own.status, own.is_forgotten = status, False
         return own
 
-    def end_wishes(self, thread: int, name: str | None = None) -> None:
-        """Drop the wishes of a thread that does something else now: all of them, or one name's."""
-        for key in list(self._wishes):
+    def end_pending_lookups(self, thread: int, name: str | None = None) -> None:
+        """End all pending lookups of a thread, or only the one for `name`."""
+        for key in list(self._pending):
             if key[0] == thread and name in (None, key[1]):
-                self._fulfil(key)
+                self._end_pending(key)
 
-    def give(self, node: Node) -> None:
-        """End the wish of the thread that has opened its own node."""
-        for key, wish in list(self._wishes.items()):
-            if wish.own is node:
-                wish.own = None
-                self._fulfil(key)
+    def note_opened(self, node: Node) -> None:
+        """End the pending lookup of the thread that has opened `node`, its own node."""
+        for key, pending in list(self._pending.items()):
+            if pending.own is node:
+                pending.own = None
+                self._end_pending(key)
         node.is_wanted = False
 
-    def _fulfil(self, key: tuple[int, str]) -> None:
-        wish = self._wishes.pop(key)
-        self._note_wish(key)
-        if wish.own is not None and not wish.own.handles:
-            self._drop(wish.own)
+    def _end_pending(self, key: tuple[int, str]) -> None:
+        pending = self._pending.pop(key)
+        self._note_pending(key)
+        if pending.own is not None and not pending.own.handles:
+            self._drop(pending.own)
 
-    def _note_wish(self, key: tuple[int, str]) -> None:
-        wish = self._wishes.get(key)
-        own = wish.own if wish is not None else None
+    def _note_pending(self, key: tuple[int, str]) -> None:
+        pending = self._pending.get(key)
+        own = pending.own if pending is not None else None
         self._add(
-            WishRecord(
+            PendingLookupRecord(
                 key[0],
                 os.fsencode(key[1]),
-                wish.node if wish is not None else None,
+                pending.node if pending is not None else None,
                 own.id if own is not None else None,
-                wish is not None and wish.only_reads,
+                pending is not None and pending.only_reads,
             )
         )
 

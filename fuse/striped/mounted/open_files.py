@@ -144,7 +144,7 @@ class OpenFiles:
         """Open a new file, which is not stored before it is published. Under the lock."""
         # Another node removed the file that these have emptied.
         emptied = [h for other in directory.writing.get(name, ()) for h in other.handles]
-        self._supersede(handle for handle in emptied if handle.will_empty)
+        self._supersede(handle for handle in emptied if handle.will_truncate)
         # It may refuse: before anything is in the tables.
         writer = self._storage.writer(path)
         status = FileStatus(path, False, 0, time.time_ns(), "")
@@ -167,15 +167,15 @@ class OpenFiles:
             if not is_reader:
                 if node.is_detached or not node.is_wanted:
                     self._own_node(caller, node)
-                self._nodes.give(node)
-            elif node.is_writing and self._nodes.want(
+                self._nodes.note_opened(node)
+            elif node.is_writing and self._nodes.expect_lookup(
                 node, caller.pid, self._clock(), only_reads=True
             ):
                 # It has been published since it was looked up.
                 raise refuse(errno.ESTALE, node.path)
             elif not node.is_writing:
                 # Else the next lookup of a file that it could not write finds a writer's node.
-                self._nodes.end_wishes(caller.pid)
+                self._nodes.end_pending_lookups(caller.pid)
             path = node.attached_path
             if is_reader and self._passes_files and node.was_passed and flags & os.O_DIRECT:
                 self._renew(node)
@@ -270,7 +270,7 @@ class OpenFiles:
         Raises: OSError (ESTALE), upon which the kernel looks the name up again.
         """
         if caller.pid:
-            must_look_up = self._nodes.want(node, caller.pid, self._clock())
+            must_look_up = self._nodes.expect_lookup(node, caller.pid, self._clock())
             is_read = node.handles and not node.is_local and not node.is_writing
             # The size and pages of a node that is read are those of what is read.
             is_refused = must_look_up or is_read or node.is_detached
@@ -396,7 +396,7 @@ class OpenFiles:
                     if not node.is_wanted:
                         # The kernel cuts the pages of the node that it names.
                         self._own_node(caller, node)
-                    self._nodes.give(node)
+                    self._nodes.note_opened(node)
             path = node.path
         if handle is None:
             self._truncate_stored(node, path, size_bytes)
@@ -498,7 +498,7 @@ class OpenFiles:
     def fsync(self, handle_id: int) -> None:
         """Publish the file as it is written so far."""
         handle = self._nodes.handle(handle_id)
-        if handle.writer is not None and not handle.is_late:
+        if handle.writer is not None and not handle.is_obsolete:
             self._publish(handle, handle.writer)
 
     def release(self, handle_id: int) -> None:
@@ -551,7 +551,7 @@ class OpenFiles:
         self._nodes.detach(node)
         for other in parent.writing.get(name, ()) if parent is not None else ():
             if other.writer() is not None and not other.status.identity:
-                self._nodes.make_found(other)
+                self._nodes.make_local(other)
                 return
 
     def _drop_failed(self, node: Node) -> None:
@@ -569,7 +569,7 @@ class OpenFiles:
         """
         with self._lock:
             handles = [h for other in self._nodes.same_file(node) for h in other.handles]
-            emptied = [handle for handle in handles if handle.will_empty]
+            emptied = [handle for handle in handles if handle.will_truncate]
             closed = [handle for handle in emptied if handle.phase is not Phase.OPEN]
             releasing = [handle for handle in handles if handle.phase is Phase.RELEASING]
             if flags & os.O_TRUNC:
@@ -598,7 +598,7 @@ class OpenFiles:
             late = [
                 other
                 for other in others
-                if other.will_empty
+                if other.will_truncate
                 and (other.phase is not Phase.OPEN or not other.flags & os.O_TRUNC)
             ]
             self._supersede(late)
@@ -622,7 +622,7 @@ class OpenFiles:
         closed = [
             handle
             for handle in handles
-            if handle.phase in (Phase.COPY_CLOSED, Phase.RELEASING) and handle.will_empty
+            if handle.phase in (Phase.COPY_CLOSED, Phase.RELEASING) and handle.will_truncate
         ]
         if not closed or not self._waiting.acquire(blocking=False):
             return
@@ -643,7 +643,7 @@ class OpenFiles:
     def _publish(self, handle: Handle, writer: FileWriter) -> None:
         with handle.publishing:
             is_due = writer.needs_publishing or writer.was_written or writer.has_failed
-            if not is_due or handle.is_late:
+            if not is_due or handle.is_obsolete:
                 return
             if writer.was_written and writer.starts_anew:
                 self._outrun(handle)
@@ -783,7 +783,7 @@ class OpenFiles:
             handles = list(self._nodes.handles.values())
         for handle in handles:
             # What was written is published at the close itself, or was given up then.
-            if handle.only_empties and handle.phase is not Phase.OPEN:
+            if handle.has_only_truncated and handle.phase is not Phase.OPEN:
                 writer = handle.writer
                 self.release(handle.id)
                 if writer is not None and writer.has_failed:

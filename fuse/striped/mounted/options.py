@@ -1,7 +1,7 @@
-"""Options of a checkpoint mount: the plan of its server, and the names that mount(8) has for them.
+"""Options of a checkpoint mount: the plan of its server, and the option names for mount(8).
 
-Immutable values. Lists of mount options ("ro,memory=1GiB") share their names with fstab(5) and the
-volumes of Kubernetes.
+Immutable values. The names in lists of mount options ("ro,memory=1GiB") are also used in fstab(5)
+and for volumes of Kubernetes.
 """
 
 import hashlib
@@ -22,11 +22,11 @@ from bootseer.settings.values import parse_size
 SUBTYPE = "bootseer-stripe"
 SHUTDOWN_S = 10.0
 JOURNAL = "journal"
-"""The journal in the server's folder: what its successor needs."""
+"""Name of the journal in the server's folder, from which a successor continues."""
 
 
 class MountSpec(Struct, frozen=True, kw_only=True):
-    """Description of a mount; travels from the command to the server process."""
+    """Description of a mount, which the command sends to the server process."""
 
     url: str
     directory: str
@@ -35,43 +35,42 @@ class MountSpec(Struct, frozen=True, kw_only=True):
     deadline_s: float
     read_only: bool = False
     allow_other: bool = False
-    """Let other users in, as far as modes and owner (this user) allow."""
+    """Whether other users may access the mount, as far as modes and owner (this user) allow."""
     everyone_writes: bool = False
-    """Every user who reaches the mount may do everything: for one that only a container can
-    reach."""
+    """Whether all users may do everything: for a mount that only a container can reach."""
     stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES
     stripe_count: int = DEFAULT_STRIPE_COUNT
     layout: LayoutKind = "striped"
     uid: int | None = None
-    """The owner of everything that is shown; None: the user who mounts."""
+    """Owner of all files; None: the user who mounts."""
     gid: int | None = None
     umask: int = 0o022
-    """Permissions that nothing has; the kernel checks access by the rest."""
+    """Permissions that no file has; the kernel checks access by the others."""
     user: ProcessId | None = None
-    """The process that the mount is for: the server unmounts and ends when it has ended."""
+    """Process that uses the mount: the server unmounts and ends when this process has ended."""
     read_newest: bool = False
-    """Read the newest checkpoint ahead as soon as the mount works."""
+    """Whether to read the newest checkpoint ahead as soon as the mount works."""
     metrics_dir: Path | None = None
-    """The folder of figures for Prometheus; None: they are not written."""
+    """Folder of figures for Prometheus; None: they are not written."""
     shutdown_s: float = SHUTDOWN_S
-    """How long open files may stay open when the server is told to end; then they are cut off."""
+    """Time for which files may stay open after the server was told to end."""
 
     @property
     def fingerprint(self) -> str:
-        """Digest that is equal for mounts which the next job can use as its own."""
+        """Digest of the options; a job can take over a mount with the same digest."""
         shared = replace(self, user=None)
         return hashlib.sha256(to_line(shared).encode()).hexdigest()
 
     @property
     def stripe_settings(self) -> StripeSettings:
-        """Raises: InvalidInputError."""
+        """Settings of new files. Raises: InvalidInputError."""
         return StripeSettings(
             self.stripe_unit_bytes, self.stripe_count, self.deadline_s, self.layout
         )
 
 
 class CheckpointPlan(Struct, frozen=True):
-    """Plan of one server: a line of JSON on its standard input."""
+    """Plan of a server: a line of JSON on its standard input."""
 
     spec: MountSpec
     state_dir: Path
@@ -79,21 +78,11 @@ class CheckpointPlan(Struct, frozen=True):
 
 # ---- mount options ---------------------------------------------------------------------------
 
-# What mount(8), fstab(5) and systemd mean for themselves, or what holds here anyway.
+# Options for mount(8), fstab(5) and systemd only, and options that always hold here.
 _IGNORED = frozenset(
     (
-        *(
-            "defaults",
-            "rw",
-            "auto",
-            "noauto",
-            "nofail",
-            "user",
-            "nouser",
-            "users",
-            "owner",
-            "group",
-        ),
+        *("defaults", "rw", "auto", "noauto", "nofail"),
+        *("user", "nouser", "users", "owner", "group"),
         *("_netdev", "async", "noatime", "nodiratime", "relatime", "strictatime", "lazytime"),
         *("nosuid", "nodev", "exec", "noiversion"),
     )
@@ -108,13 +97,13 @@ _FLAGS = {
 
 
 _ID_MAX = 2**32 - 2
-"""The largest user or group: the next number means none."""
+"""Largest number of a user or group; the next number means none."""
 
 
 def _bounded(convert: Callable[[str], float], least: float, most: float) -> Callable[[str], float]:
     def checked(text: str) -> float:
         number = convert(text)
-        # Not so is nan, too.
+        # This form of the comparison refuses NaN, too.
         if not least <= number <= most:
             raise ValueError(f"it is not from {least:g} to {most:g}")
         return number
@@ -137,7 +126,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
 def parse_options(texts: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
     """Return arguments of `mount_spec` and `immutable`, and the run directory if one is given.
 
-    Raises: InvalidInputError for an option that is not known: it might be one that matters.
+    Raises: InvalidInputError for an unknown option, which might matter.
     """
     chosen: dict[str, Any] = {}
     run_dir = None

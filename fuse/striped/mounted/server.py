@@ -1,8 +1,8 @@
 """Process behind one mounted checkpoint tree: `python -m bootseer.fuse.striped.mounted.server`.
 
 Reads its plan, a line of JSON on standard input, mounts, and supervises the worker process that
-answers the kernel. A server that is told to go on with newer code becomes this module anew
-(`--resume`) while files are open, so the module keeps its name.
+answers the kernel. A server that is replaced by newer code executes this module again (`--resume`)
+while files are open, so the module must keep its name.
 """
 
 import logging
@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 
 _WORKER = "bootseer.fuse.striped.mounted.worker"
 _THREADS = 16
-# A request may wait for memory as long as bytes still move, so this is no measure of slowness: it
-# is the end of any request whose own deadlines have failed.
+# A request may wait for memory as long as bytes are transferred. This limit ends requests whose own
+# deadlines have failed.
 _REQUEST_DEADLINES = 4
 
 
@@ -64,13 +64,13 @@ def _serve(
 ) -> list[str]:
     """Serve until the mount ends; return the files that were left unwritten.
 
-    `lock_fd` and `attached`: from the code that this process was before. `report` hears that the
-    mount works, or why not.
+    `lock_fd` and `attached` come from the code that this process executed before. `report` receives
+    the answer once the mount works, or an error.
     """
     with hold_folder(plan.state_dir, _state_of(plan), lock_fd) as life:
 
         def worker(attached: Attached) -> Operations:
-            # Imported here: a worker that follows one that died starts with little to inherit.
+            # Imported here, so that the supervisor stays small.
             from bootseer.fuse.striped.mounted.worker import CheckpointWorker
 
             return CheckpointWorker(
@@ -130,13 +130,13 @@ def _mount_options(spec: MountSpec) -> MountOptions:
         request_deadline_s=_REQUEST_DEADLINES * spec.deadline_s,
         shutdown_s=spec.shutdown_s,
         worker_silence_s=silence_for(spec.deadline_s),
-        # Only files of this node can be read past us, and only root may ask for that.
+        # Passthrough works only for files of this node, and only for root.
         passthrough=split_scheme(spec.url) in ("", "file") and os.geteuid() == 0,
     )
 
 
 def _watch_owner(spec: MountSpec) -> int | None:
-    """Return a descriptor that becomes readable when the process ends that the mount is for."""
+    """Return a descriptor that becomes readable when the mount's user process ends."""
     if spec.user is None:
         return None
     try:
@@ -146,35 +146,35 @@ def _watch_owner(spec: MountSpec) -> int | None:
 
 
 def serve_plan(plan: CheckpointPlan, report: Report, answer: Callable[[], Struct] = Ready) -> None:
-    """Serve until the mount ends; `report` hears `answer()` once it works."""
+    """Serve until the mount ends; `report` receives `answer()` once the mount works."""
     _serve(plan, _watch_owner(plan.spec), report=report, answer=answer)
 
 
-def _serve_told(line: bytes, report: Report) -> None:
+def _serve_line(line: bytes, report: Report) -> None:
     serve_plan(from_line(line, CheckpointPlan), report)
 
 
-def _go_on(left: int) -> list[str]:
-    """Go on with the mount that this process held before it became this code.
+def _resume(document_fd: int) -> list[str]:
+    """Serve the mount that this process served before it executed newer code.
 
-    `left`: the descriptor of the document that it left itself.
+    `document_fd`: descriptor of the document that the older code has written for this.
     """
-    document, attached = read_document(left)
+    document, attached = read_document(document_fd)
     plan = from_line(document["plan"], CheckpointPlan)
     return _serve(plan, document["owner_fd"], lock_fd=document["lock_fd"], attached=attached)
 
 
 def main() -> int:
-    """Return the exit code: 0 after an unmount, 1 where files were still being written."""
+    """Return the exit code: 0 after an unmount, 1 if files were still being written."""
     if RESUME not in sys.argv:
-        return serve(CHECKPOINTS, _serve_told)
+        return serve(CHECKPOINTS, _serve_line)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        unwritten = _go_on(int(sys.argv[2]))
+        unwritten = _resume(int(sys.argv[2]))
     except Exception as error:
         _log.exception("the mount ended")
         return exit_code_of(error)
-    # Of a mount in the foreground, whose exit code somebody reads.
+    # Only a mount in the foreground gets here: its caller reads the exit code.
     for path in unwritten:
         _log.warning("%s was still being written: nothing of it is kept", path)
     return EXIT_FAILURE if unwritten else 0

@@ -1,8 +1,8 @@
 """Figures of a running mount: for `bootseer status DIR`, and for Prometheus.
 
-Owns the form of the status document, on both sides of the control socket. Figures for Prometheus
-(docs/operations.md) are labelled with the folder's URL and a slot: where it is mounted may be new
-at each start. Gathering is one quick look that waits for nothing; it may run in any thread.
+Defines the status document, on both sides of the control socket. Figures for Prometheus
+(docs/operations.md) are labelled with the folder's URL and a slot, because the mount point may
+differ at each start. Any thread may gather figures; gathering never waits.
 """
 
 import logging
@@ -23,11 +23,11 @@ from bootseer.fuse.striped.statistics import Statistics
 from bootseer.linux.mount_table import absolute
 from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.served.service import ServiceState
-from bootseer.served.status import KnownServer, find_known, known_mounts
+from bootseer.served.status import KnownServer, find_known
 
 _ERRORS_KEPT = 10
 _MESSAGE_CHARS_MAX = 500
-# Between the two looks whose difference is the throughput of this moment.
+# Time between the two readings from which the throughput is computed.
 _RATE_S = 0.5
 
 
@@ -39,12 +39,11 @@ class RecentErrors(logging.Handler):
         self._kept: deque[dict[str, Any]] = deque(maxlen=_ERRORS_KEPT)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one."""
         message = redact(record.getMessage())[:_MESSAGE_CHARS_MAX]
         self._kept.append({"time_s": record.created, "message": message})
 
     def kept(self) -> list[dict[str, Any]]:
-        """Oldest first."""
+        """Return the kept messages with their times, the oldest first."""
         return list(self._kept)
 
 
@@ -56,7 +55,7 @@ class OpenFigures(Struct, frozen=True):
     requests: int
     """Requests for files and names since the server's process began."""
     unfinished: tuple[str, ...]
-    """Files that are being written: no other node sees them yet."""
+    """Files that are being written, which no other node sees yet."""
 
 
 def status_document(
@@ -81,9 +80,9 @@ def status_document(
 
 
 def mount_status(run_dir: Path, directory: Path) -> dict[str, Any]:
-    """Return the status of the mount on `directory`, with its throughput of this moment.
+    """Return the status of the mount on `directory`, with its current throughput.
 
-    Raises: NotFoundError where none of this user's is there; UnavailableError, DeadlineError.
+    Raises: NotFoundError if this user has no mount there; UnavailableError, DeadlineError.
     """
     path = absolute(directory)
     known = find_known(run_dir, path)
@@ -92,26 +91,12 @@ def mount_status(run_dir: Path, directory: Path) -> dict[str, Any]:
     return _with_rates(known)
 
 
-def all_statuses(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the status of every running mount of this user; a problem for one that is silent."""
-    found = []
-    for known in known_mounts(run_dir):
-        if not known.is_running:
-            continue
-        try:
-            found.append(_with_rates(known))
-        except OSError as error:
-            url, directory = known.state.reference, known.state.directory
-            found.append({"url": url, "directory": directory, "problem": str(error)})
-    return found
-
-
 def _with_rates(known: KnownServer) -> dict[str, Any]:
     before = known.ask("status")["statistics"]
     time.sleep(_RATE_S)
     answer = known.ask("status")
     after = answer["statistics"]
-    # Another process may serve now, whose counts began anew.
+    # A successor process may have begun to count anew.
     elapsed_s = max(after["uptime_s"] - before["uptime_s"], _RATE_S)
     answer["throughput"] = {
         f"{name}_bytes_per_s": max(0.0, (after[key] - before[key]) / elapsed_s)
@@ -127,7 +112,7 @@ def _with_rates(known: KnownServer) -> dict[str, Any]:
 # ---- figures for Prometheus ------------------------------------------------------------------
 
 _ROUND_S = 15.0
-"""As often as Prometheus scrapes by default."""
+"""Pause between two writes: the default scrape interval of Prometheus."""
 _PREFIX = "bootseer_checkpoint_"
 _COUNTERS = {
     "served_bytes": ("served_bytes", "Bytes handed to readers."),
@@ -148,7 +133,7 @@ _COUNTERS = {
 """Name and description of a counter, by field of `Statistics`."""
 
 
-class Look(Struct, frozen=True):
+class MountFigures(Struct, frozen=True):
     """Figures of a mount at one moment."""
 
     statistics: Statistics
@@ -158,34 +143,35 @@ class Look(Struct, frozen=True):
     is_mounted: bool
 
 
-def render_mount(look: Look, url: str, slot: int) -> str:
-    """Return the file of figures."""
-    return render(_families(look), (("url", public_url(url)), ("slot", str(slot))))
+def render_mount(figures: MountFigures, url: str, slot: int) -> str:
+    """Return the content of the file for Prometheus."""
+    return render(_families(figures), (("url", public_url(url)), ("slot", str(slot))))
 
 
-def _families(look: Look) -> Iterator[Family]:
+def _families(figures: MountFigures) -> Iterator[Family]:
+    memory, opened = figures.memory, figures.opened
     for name, text, value in (
-        ("mounted", "1 while the folder is mounted, 0 after its end.", look.is_mounted),
-        ("start_time_seconds", "When it was mounted, in seconds since the epoch.", look.started_s),
-        ("memory_limit_bytes", "What the mount may hold in memory.", look.memory["limit_bytes"]),
-        ("memory_used_bytes", "What the mount holds in memory.", look.memory["used_bytes"]),
-        ("open_files", "Files that are open.", look.opened.files_open),
-        ("unfinished_files", "Files that are being written.", len(look.opened.unfinished)),
+        ("mounted", "1 while the folder is mounted, 0 after its end.", figures.is_mounted),
+        ("start_time_seconds", "Time of the mount, in seconds since 1970.", figures.started_s),
+        ("memory_limit_bytes", "Memory that the mount may use.", memory["limit_bytes"]),
+        ("memory_used_bytes", "Memory that the mount uses.", memory["used_bytes"]),
+        ("open_files", "Files that are open.", opened.files_open),
+        ("unfinished_files", "Files that are being written.", len(opened.unfinished)),
     ):
         yield one(_PREFIX + name, "gauge", text, value)
     for field, (name, text) in _COUNTERS.items():
-        yield one(f"{_PREFIX}{name}_total", "counter", text, getattr(look.statistics, field))
+        yield one(f"{_PREFIX}{name}_total", "counter", text, getattr(figures.statistics, field))
 
 
 class FiguresWriter:
     """Thread that writes the figures of one mount from its start until it is closed."""
 
-    def __init__(self, metrics_dir: Path, url: str, look: Callable[[bool], Look]) -> None:
-        """`look` is asked with whether it is mounted."""
+    def __init__(self, metrics_dir: Path, url: str, gather: Callable[[bool], MountFigures]) -> None:
+        """`gather(is_mounted)` returns the current figures."""
         self._file = FiguresFile(metrics_dir)
         self._url = url
         self._name = file_name("checkpoint", public_url(url))
-        self._look = look
+        self._gather = gather
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="figures", daemon=True)
         self._thread.start()
@@ -196,13 +182,13 @@ class FiguresWriter:
             self._stopping.wait(_ROUND_S)
 
     def _write(self, is_mounted: bool) -> None:
-        # Looked at by what never raises: this thread writes for as long as the mount lives.
+        # `FiguresFile.write` never raises, so that this thread lives as long as the mount.
         self._file.write(
-            self._name, lambda slot: render_mount(self._look(is_mounted), self._url, slot)
+            self._name, lambda slot: render_mount(self._gather(is_mounted), self._url, slot)
         )
 
     def close(self) -> None:
-        """Write the last figures and give the slot back."""
+        """Write the last figures and free the slot."""
         self._stopping.set()
         self._thread.join(_ROUND_S)
         self._write(False)

@@ -1,7 +1,7 @@
-"""The process that answers the requests of one mounted checkpoint tree.
+"""Process that answers the kernel's requests for one mounted checkpoint tree.
 
-Owns its life within `fuse.kernel`'s supervision: it opens the storage, goes on from the journal
-of a predecessor if there was one, answers on the control socket, and says at its end what was lost.
+The worker opens the storage, continues from the journal of a predecessor if there was one, answers
+commands on the control socket, and notes at its end which files were not written.
 """
 
 import contextlib
@@ -30,7 +30,12 @@ from bootseer.fuse.striped.mounted.file_system import MountedTree, Ownership
 from bootseer.fuse.striped.mounted.journal import Inherited, Journal, read_journal
 from bootseer.fuse.striped.mounted.newest import read_newest
 from bootseer.fuse.striped.mounted.options import JOURNAL, CheckpointPlan, MountSpec
-from bootseer.fuse.striped.mounted.status import FiguresWriter, Look, RecentErrors, status_document
+from bootseer.fuse.striped.mounted.status import (
+    FiguresWriter,
+    MountFigures,
+    RecentErrors,
+    status_document,
+)
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.linux.processes import start_time
 from bootseer.served.control import ControlServer
@@ -42,15 +47,15 @@ from bootseer.store.paths import folder_above
 
 _log = logging.getLogger(__name__)
 
-# What of the memory a warm-up may take: demand and other readers need the rest.
+# Share of the memory that read-ahead of the newest checkpoint may use; other reads need the rest.
 _WARM_SHARE = 0.75
-# For the answer to the command that asked for the restart.
-_LAST_WORDS_S = 0.05
+# Time in which the answer to the restart command is sent.
+_ANSWER_S = 0.05
 
 # mallopt(3), glibc's numbers; the threshold is the largest that it takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _MMAP_THRESHOLD_BYTES = 32 * 2**20
-# Enough for the units that a few writers turn over; more than that is not kept from the system.
+# Enough for the units of a few writers; more freed memory is returned to the system.
 _KEPT_BYTES = 64 * 2**20
 
 
@@ -82,12 +87,15 @@ class CheckpointWorker:
         passes_files: bool,
         maps_direct_io: bool,
     ) -> None:
-        """Open the storage and go on from a predecessor's journal, if there is one.
+        """Open the storage and continue from a predecessor's journal, if there is one.
 
-        `owner_fd`: a pidfd of the process that the mount is for. `device_minor`: the number of the
-        mount's connection. `can_restart`: whether the kernel
-        would repeat pending requests to a successor. `passes_files` and `maps_direct_io`: as for
-        `MountedTree`.
+        Args:
+            plan: The mount.
+            owner_fd: Pidfd of the process that the mount is for.
+            device_minor: Number of the mount's connection.
+            can_restart: Whether the kernel sends pending requests again to a successor.
+            passes_files: As for `MountedTree`.
+            maps_direct_io: As for `MountedTree`.
 
         Raises: BootseerError.
         """
@@ -128,10 +136,9 @@ class CheckpointWorker:
             storage.close()
             raise
 
-    # ---- the process's life ---------------------------------------------------------------
+    # ---- begin and end --------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Requests may come."""
         state = read_state(self._folder)
         if state is None:
             raise CorruptError(f"{self._folder} does not say what is mounted")
@@ -146,22 +153,24 @@ class CheckpointWorker:
         self._control = ControlServer(
             self._folder,
             {
-                "status": self._tell_status,
+                "status": self._status,
                 "restart": self._restart,
                 "restart-now": lambda: self._restart(now=True),
                 "warm": self._begin_warming,
             },
         )
         if self._owner_fd is not None:
-            self._control.watch_descriptor(self._owner_fd, self._lose_user)
+            self._control.watch_descriptor(self._owner_fd, self._on_user_end)
         self._control.start()
         if self._spec.metrics_dir is not None:
-            self._figures_writer = FiguresWriter(self._spec.metrics_dir, self._spec.url, self._look)
+            self._figures_writer = FiguresWriter(
+                self._spec.metrics_dir, self._spec.url, self._gather_figures
+            )
         if self._spec.read_newest and not self._is_successor:
             self._begin_warming()
 
     def _end(self, unwritten: Sequence[str]) -> None:
-        """No request comes any more, and no successor takes over."""
+        """Stop, after the last request, if no successor takes over."""
         self._stopping.set()
         self._control.close()
         if self._figures_writer is not None:
@@ -170,13 +179,13 @@ class CheckpointWorker:
             with contextlib.suppress(BootseerError):
                 write_state(self._folder, replace(self._state, unwritten=tuple(unwritten)))
 
-    def _lose_user(self) -> None:
-        """Watch another process that the mount is for after one has ended, or unmount."""
+    def _on_user_end(self) -> None:
+        """Watch another process that uses the mount, or unmount if there is none."""
         while (user := last_user(self._folder)) is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._control.watch(user, self._lose_user)
+                self._control.watch(user, self._on_user_end)
                 return
-        # Handled as when somebody sends it.
+        # Unmounts, as any SIGTERM does.
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _begin_warming(self) -> Mapping[str, Any]:
@@ -188,9 +197,9 @@ class CheckpointWorker:
         count = read_newest(self._storage, budget_bytes, self._stopping.is_set)
         _log.info("read %d bytes of the newest checkpoint ahead", count)
 
-    # ---- what is asked of it --------------------------------------------------------------
+    # ---- commands -------------------------------------------------------------------------
 
-    def _tell_status(self) -> Mapping[str, Any]:
+    def _status(self) -> Mapping[str, Any]:
         statistics = self._storage.counters.read()
         return status_document(
             self._state, statistics, self.operations.figures(), self._memory(), self._errors.kept()
@@ -204,45 +213,50 @@ class CheckpointWorker:
             "peak_bytes": memory.peak_bytes,
         }
 
-    def _look(self, is_mounted: bool) -> Look:
-        statistics, started_s = self._storage.counters.read(), self._state.started_ns / 1e9
-        return Look(statistics, self.operations.figures(), self._memory(), started_s, is_mounted)
+    def _gather_figures(self, is_mounted: bool) -> MountFigures:
+        return MountFigures(
+            self._storage.counters.read(),
+            self.operations.figures(),
+            self._memory(),
+            self._state.started_ns / 1e9,
+            is_mounted,
+        )
 
     def _restart(self, *, now: bool = False) -> Mapping[str, Any]:
-        """End soon, unless something is being written, which only `now` gives up."""
+        """End soon, for a successor. Refuse while files are being written, unless `now`."""
         if not self._can_restart:
             raise UnsupportedError(
                 "this kernel cannot hand a mount's requests to another process (Linux 6.9 can)"
             )
         if not now and (unfinished := self.operations.unsaved()):
             return {"unfinished": unfinished}
-        threading.Thread(target=self._leave, args=(now,), name="restart", daemon=True).start()
+        threading.Thread(target=self._end_process, args=(now,), name="restart", daemon=True).start()
         return {"unfinished": ()}
 
-    def _leave(self, now: bool) -> None:
-        time.sleep(_LAST_WORDS_S)
+    def _end_process(self, now: bool) -> None:
+        time.sleep(_ANSWER_S)
 
-        def leave() -> None:
+        def end_process() -> None:
             _log.info("ending, so that another process goes on")
             logging.shutdown()
-            # As when it is killed, which a successor must be able to bear anyway.
+            # Without any clean-up: a successor can continue even from a killed process.
             os._exit(HANDED_OVER)
 
         if now:
-            leave()
-        self.operations.stop_if_quiet(leave)
+            end_process()
+        self.operations.stop_if_quiet(end_process)
 
 
 def _inherited(path: Path) -> Inherited:
     try:
         return read_journal(path)
     except (OSError, CorruptError) as error:
-        _log.error("what was open is not known any more: %s", error)
+        _log.error("the open files of the last process are unknown: %s", error)
         return Inherited()
 
 
 def _exists(url: str, deadline_s: float) -> bool:
-    """Return whether a folder is there. Raises: BootseerError."""
+    """Return whether there is a folder at `url`. Raises: BootseerError."""
     with contextlib.closing(open_backend(url, deadline_s=deadline_s)) as backend:
         try:
             return backend.stat("").is_dir
@@ -251,12 +265,12 @@ def _exists(url: str, deadline_s: float) -> bool:
 
 
 def _check_root(storage: StripedStorage, spec: MountSpec) -> bool:
-    """Make the folder if it is missing; return whether it was.
+    """Create the folder if it is missing. Return whether it was created.
 
-    Where storages have folders, the one above must be there: a first start makes one folder, and a
-    misspelt path is no place for checkpoints.
+    If the storage has folders, the parent folder must exist: otherwise a misspelt path would
+    receive the checkpoints.
 
-    Raises: BootseerError; NotFoundError where the folder above is missing, too.
+    Raises: BootseerError; NotFoundError if the parent folder is missing.
     """
     backend = storage.backend
     if not spec.read_only and not (

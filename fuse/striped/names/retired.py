@@ -1,8 +1,8 @@
-"""Deletion of parts that no layout names any more, once no reader has them.
+"""Deletion of parts that no layout names any more.
 
-A retired generation is deleted when its grace has passed (readers on other nodes may still hold it)
-and nothing in this mount has it open; at `close`, all that is not open here is deleted without
-waiting. What a crash leaves behind is garbage that fsck finds. Thread-safe.
+A retired generation is deleted after a grace period for readers on other nodes, once no file of
+this mount has it open. `close` deletes all generations that are not open, without the grace period.
+After a crash, fsck finds and deletes the parts. Thread-safe.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from bootseer.transfer.policy import Policy, dice
 _log = logging.getLogger(__name__)
 
 _SWEEP_S = 1.0
-# Well within the age (an hour) that garbage must have before fsck deletes it.
+# Well below the age (an hour) at which fsck deletes garbage.
 _MARK_EVERY_S = 900.0
 _CLOSE_TIMEOUT_S = 5.0
-# A storage that refuses is asked again, less and less often.
+# Deletions that fail are repeated with growing pauses.
 _AGAIN = Policy(attempts=math.inf, base_s=1.0, cap_s=300.0)
 
 
@@ -42,7 +42,7 @@ class RetiredParts:
     """The retired generations of one storage, and the thread that deletes them."""
 
     def __init__(self, backend: Backend, grace_s: float, in_use: Callable[[], set[str]]) -> None:
-        """`in_use` names the generations that are open in this mount."""
+        """`in_use` returns the generations that are open in this mount."""
         self._backend = backend
         self._grace_s = grace_s
         self._in_use = in_use
@@ -55,7 +55,7 @@ class RetiredParts:
     def retire(self, directory: str, generations: set[str], *, were_visible: bool = True) -> None:
         """Delete the folders of generations in `directory` once they have no readers.
 
-        Generations that were never visible have no readers anywhere, so they get no grace.
+        Generations that were never visible have no readers anywhere, so they get no grace period.
         """
         due_s = time.monotonic() + (self._grace_s if were_visible else 0.0)
         with self._lock:
@@ -74,7 +74,7 @@ class RetiredParts:
                     retired.directory = target + retired.directory[len(source) :]
 
     def take(self, directory: str) -> None:
-        """Leave the folders of one directory to the caller, who removes it with all in it."""
+        """Forget the folders of one directory, which the caller removes."""
         with self._lock:
             self._folders = [retired for retired in self._folders if retired.directory != directory]
 
@@ -106,7 +106,7 @@ class RetiredParts:
         try:
             self._backend.delete(folder, recursive=True)
         except Exception as error:
-            # Of whatever kind: the other folders are still to be deleted.
+            # No error may prevent the deletion of the other folders.
             if is_last:
                 _log.warning("replaced parts stay behind for fsck: %s", error)
                 return
@@ -118,9 +118,9 @@ class RetiredParts:
                 self._folders.append(retired)
 
     def _mark(self, retired: _Retired) -> None:
-        """Make the folder look young to fsck on every node: a reader of this mount needs it."""
+        """Renew the age of a folder that this mount still reads, to keep it from fsck."""
         folder = generation_folder(retired.directory, retired.generation)
-        # Of whatever kind an error is: this is done again, and the deletions still to come matter.
+        # No error may prevent the deletions; the mark is renewed again later.
         with contextlib.suppress(Exception):
             old, mark = retired.mark, f"open-{secrets.token_hex(8)}"
             with self._backend.create(f"{folder}/{mark}") as writer:
@@ -143,5 +143,5 @@ class RetiredParts:
             try:
                 self.sweep()
             except Exception:
-                # The next one may do better; without this thread nothing would be deleted.
-                _log.exception("replaced parts are looked at again later")
+                # This thread must not end: nothing would be deleted any more.
+                _log.exception("replaced parts are deleted later")

@@ -1,10 +1,9 @@
-"""Every change of names in the tree of logical files: commits, removals, renames, directories.
+"""Changes of names in the tree of logical files: commits, removals, renames, directories.
 
-A file gets new content in one step: a rename, a put or a join, as the storage can. Before that,
-what is open in this mount is made safe: striped files need nothing, since their parts outlive the
-layout, and an ordinary file is read into memory or moved aside. After it, replaced parts are
-retired (`retired`). Changes are made one at a time; looking (`stored`) does not wait for them.
-Thread-safe.
+A file gets new content in one step: a rename, a put or a join, depending on the storage. Before an
+ordinary file is replaced, its content is read into memory for the mount's readers, or the file is
+moved aside; the parts of a striped file stay readable. Replaced parts are deleted later
+(`retired`). Changes are made one at a time; lookups (`stored`) do not wait for them. Thread-safe.
 """
 
 import contextlib
@@ -50,8 +49,8 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _MARKS_MAX = 1024
-# An ordinary file of at most this size is kept in memory when its name is about to go away under a
-# reader; larger ones are moved aside.
+# A replaced or removed ordinary file of at most this size is kept in memory for its readers; a
+# larger one is moved aside.
 _PIN_MAX_BYTES = DEFAULT_STRIPE_UNIT_BYTES
 
 
@@ -81,7 +80,7 @@ class StripedTree:
         self._retired = RetiredParts(backend, grace_s, self._generations_in_use)
         self._changing = threading.Lock()
         self._marks = [0] * _MARKS_MAX
-        """By name: how often a change of it has begun or ended. Odd while one is under way."""
+        """Count of begun and ended changes, by hash of the name; odd during a change."""
 
     def close(self) -> None:
         """Delete replaced parts that are not open. The backend stays open."""
@@ -104,7 +103,7 @@ class StripedTree:
         with self._change():
             view = self.stored.view(path)
             file = self.reader.open(view)
-            # Those who have it open follow another node's rename.
+            # Other readers of the generation follow another node's rename.
             file.view = view
             return file, view
 
@@ -119,9 +118,9 @@ class StripedTree:
     ) -> FileView:
         """Make `layout` the file at `path`, in one step. Its parts are durable already.
 
-        `expected`: the identity that must still be there (an append), else ESTALE. `before_commit`
-        is called right before the one step: if that fails, nobody knows whether the server made it,
-        and the parts must be left alone.
+        `expected`: identity that the file must still have (for an append), else ESTALE.
+        `before_commit` is called right before the step: if the step fails, it may have been made
+        nevertheless, so the parts must not be deleted after `before_commit`.
         """
         folder = generation_folder(directory_of(path), layout.segments[-1].generation)
         temporary = f"{folder}/layout"
@@ -149,7 +148,7 @@ class StripedTree:
             self._store(temporary, pieces)
             info = self._commit(path, expected, lambda: self._move(temporary, path, overwrite=True))
         except BaseException:
-            # What cannot be removed now is garbage that fsck names; this error matters more.
+            # If the deletion fails, too, fsck finds the file; the first error is raised.
             with contextlib.suppress(Exception):
                 self.backend.delete(temporary)
             raise
@@ -166,7 +165,7 @@ class StripedTree:
     ) -> FileView:
         """Make the stored file `run` the ordinary file at `path`, or its new end, in one step.
 
-        As for `publish_layout`, what the step leaves when it fails must be left alone.
+        After `before_commit`, `run` must not be deleted (see `publish_layout`).
         """
 
         def commit() -> None:
@@ -174,13 +173,13 @@ class StripedTree:
             if adds:
                 self._join(path, run)
             else:
-                # Where this is a copy and a delete, the copy appears whole.
+                # Even if this is a copy and a delete, the copy appears in one step.
                 self._move(run, path, overwrite=True)
 
         return plain_view(path, self._commit(path, expected, commit))
 
     def discard(self, path: str, generations: set[str]) -> None:
-        """Delete generations that were written for `path` and that no layout will name."""
+        """Delete generations that were written for `path` and will not be published."""
         self._retired.retire(directory_of(path), generations, were_visible=False)
 
     def _commit(
@@ -207,7 +206,7 @@ class StripedTree:
 
         def write() -> None:
             nonlocal is_again
-            # What an attempt before has left there is ours, too.
+            # A file there is left from an earlier attempt of ours.
             may_replace, is_again = overwrite or is_again, True
             with self.backend.create(path, overwrite=may_replace) as writer:
                 for piece in pieces:
@@ -216,7 +215,7 @@ class StripedTree:
         self._until_answered(write)
 
     def _move(self, source: str, target: str, *, overwrite: bool = False) -> None:
-        """Rename a new file, which no other process knows, past an outage of the storage."""
+        """Rename a new file, which no other process uses. Try again while the storage is away."""
         is_again = False
 
         def move() -> None:
@@ -225,20 +224,20 @@ class StripedTree:
             try:
                 self.backend.rename(source, target, overwrite=overwrite)
             except NotFoundError:
-                # An attempt before had no answer, and was made after all.
+                # An earlier attempt may have been carried out without an answer.
                 if not was_asked or self._is_stored(source) or not self._is_stored(target):
                     raise
 
         self._until_answered(move)
 
     def _join(self, path: str, run: str) -> None:
-        # HDFS joins files of one directory only; the name says that nobody else's file it is.
+        # HDFS joins files of one directory only. The name is unique.
         beside = run_name(directory_of(path), new_generation())
         self._move(run, beside)
         try:
             self.backend.join(path, [beside])
         except BootseerError:
-            # Where the answer was lost it may have been joined: then it is not there any more.
+            # If only the answer was lost, the file was joined and does not exist any more.
             with contextlib.suppress(BootseerError):
                 self.backend.delete(beside)
             raise
@@ -269,7 +268,7 @@ class StripedTree:
     # ---- removing and renaming files --------------------------------------------------------
 
     def unlink(self, path: str) -> None:
-        """Remove a file; who has it open reads on."""
+        """Remove a file. Readers that have it open can still read it."""
         with self._change(path):
             old = self._look(path)
             if old is None:

@@ -15,7 +15,7 @@ from bootseer.fuse.striped.memory import Memory
 from bootseer.fuse.striped.reading.unit_read import CopiedUnit, OpenFile, UnitRead
 from bootseer.fuse.striped.reading.window import CachedRead, Window, wait_for
 from bootseer.fuse.striped.statistics import Counters
-from bootseer.fuse.striped.view import FileView, Span
+from bootseer.fuse.striped.view import ByteRange, FileView
 from bootseer.store.backend import Backend, HasDescriptor
 from bootseer.transfer.engine import EngineFigures, FetchEngine, JobState, ReadJob, Try
 from bootseer.transfer.policy import UNTIL_DEADLINE
@@ -298,7 +298,7 @@ class StripedReader:
                     self._engine.end(read, UnavailableError("the caller has given up"))
                 read.leave()
 
-    def _read_straight(self, file: OpenFile, unit: Span, target: memoryview) -> UnitRead:
+    def _read_straight(self, file: OpenFile, unit: ByteRange, target: memoryview) -> UnitRead:
         read = UnitRead(
             self._backend, self._memory, file, unit, patience_s=self._patience_s, target=target
         )

@@ -19,7 +19,7 @@ START_WINDOW_BYTES = 64 * 2**20
 _UNITS_FROM_BYTES = 512 * 2**10
 
 
-class _Stream(Struct):
+class _ReadStream(Struct):
     next: int
     read_bytes: int
     ahead: int
@@ -45,14 +45,14 @@ class StreamTracker:
 
     def __init__(self, window_bytes: int = START_WINDOW_BYTES) -> None:
         """Track with windows of `window_bytes`, which `held_up` widens."""
-        self._streams: list[_Stream] = []
+        self._streams: list[_ReadStream] = []
         self._window_bytes = window_bytes
 
     def observe(self, start: int, end: int, window_max_bytes: int, now_s: float) -> Advice:
         """Note a read of `[start, end)`; return which bytes to fetch for it and ahead of it."""
         stream = self._match(start)
         if stream is None:
-            stream = _Stream(end, end - start, end, now_s, False, self._window_bytes)
+            stream = _ReadStream(end, end - start, end, now_s, False, self._window_bytes)
             self._streams.append(stream)
             if len(self._streams) > MAX_STREAMS:
                 self._streams.remove(min(self._streams, key=lambda old: old.used_s))
@@ -97,8 +97,8 @@ class StreamTracker:
             if stream.ahead == end:
                 stream.ahead = reached
 
-    def _match(self, start: int) -> _Stream | None:
-        best: _Stream | None = None
+    def _match(self, start: int) -> _ReadStream | None:
+        best: _ReadStream | None = None
         for stream in self._streams:
             distance = abs(start - stream.next)
             if distance == 0:

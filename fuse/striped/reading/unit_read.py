@@ -15,7 +15,7 @@ from bootseer.errors import BootseerError, NotFoundError, UnavailableError
 from bootseer.fuse.striped.memory import Memory
 from bootseer.fuse.striped.reading.replicas import OpenedParts, Replicas
 from bootseer.fuse.striped.reading.streams import START_WINDOW_BYTES, StreamTracker
-from bootseer.fuse.striped.view import FileView, Span
+from bootseer.fuse.striped.view import ByteRange, FileView
 from bootseer.store.backend import Backend, Reader
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.engine import JobState, ReadInto, ReadJob, Try
@@ -59,7 +59,7 @@ class UnitRead(ReadJob):
         backend: Backend,
         memory: Memory,
         file: OpenFile,
-        span: Span,
+        span: ByteRange,
         *,
         patience_s: float,
         buffer: memoryview | None = None,
@@ -240,7 +240,7 @@ class CopiedUnit(UnitRead):
         backend: Backend,
         memory: Memory,
         file: OpenFile,
-        unit: Span,
+        unit: ByteRange,
         consume: Callable[[int, memoryview], None],
         slots: threading.Semaphore,
         *,

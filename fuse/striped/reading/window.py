@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from bootseer.fuse.striped.memory import Droppable, Memory, Tier
 from bootseer.fuse.striped.reading.unit_read import Key, OpenFile, UnitRead
-from bootseer.fuse.striped.view import Span
+from bootseer.fuse.striped.view import ByteRange
 from bootseer.store.backend import Backend
 from bootseer.transfer.engine import FetchEngine
 from bootseer.transfer.ranges import Priority
@@ -27,7 +27,9 @@ _PASSED_MAX = 4
 class CachedRead(UnitRead, Droppable):
     """A read whose bytes stay in memory, for others, until the memory is needed."""
 
-    def __init__(self, window: "Window", key: Key, file: OpenFile, span: Span, buffer: memoryview):
+    def __init__(
+        self, window: "Window", key: Key, file: OpenFile, span: ByteRange, buffer: memoryview
+    ):
         super().__init__(
             window.backend,
             window.memory,
@@ -106,7 +108,7 @@ class Window:
             position = unit.end
         return position
 
-    def has(self, file: OpenFile, unit: Span) -> bool:
+    def has(self, file: OpenFile, unit: ByteRange) -> bool:
         """Return whether a whole unit is in memory or on its way."""
         with self._lock:
             return (file.view.identity, unit.start, True) in self._reads
@@ -114,7 +116,7 @@ class Window:
     def _start(
         self,
         file: OpenFile,
-        span: Span,
+        span: ByteRange,
         is_unit: bool,
         priority: Priority,
         buffer: memoryview,

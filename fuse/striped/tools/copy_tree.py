@@ -42,7 +42,7 @@ _WITH_QUERY = re.compile(r"(hdfs|viewfs|limit\+[a-z0-9+]+)://", re.IGNORECASE)
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
 
 
-class Place(Struct, frozen=True):
+class CopyPlace(Struct, frozen=True):
     """A file or directory in a storage, or on a local disk (`storage` is None)."""
 
     storage: StripedStorage | None
@@ -58,14 +58,14 @@ class Place(Struct, frozen=True):
         """Return the last name of the path, or "" for a root."""
         return self.path.rpartition("/")[2]
 
-    def at(self, name: str) -> "Place":
+    def at(self, name: str) -> "CopyPlace":
         """Return the place `name` in this directory."""
-        return Place(self.storage, f"{self.path.rstrip('/')}/{name}" if self.path else name)
+        return CopyPlace(self.storage, f"{self.path.rstrip('/')}/{name}" if self.path else name)
 
-    def beside(self, name: str) -> "Place":
+    def beside(self, name: str) -> "CopyPlace":
         """Return the place `name` beside this one."""
         folder, slash, _ = self.path.rpartition("/")
-        return Place(self.storage, f"{folder}{slash}{name}")
+        return CopyPlace(self.storage, f"{folder}{slash}{name}")
 
     def is_dir(self) -> bool:
         """Return whether this is a directory that exists."""
@@ -166,7 +166,7 @@ def is_unfinished_copy(name: str) -> bool:
     return bool(_COPY_NAME.fullmatch(name))
 
 
-def sizes_below(source: Place) -> dict[str, int]:
+def sizes_below(source: CopyPlace) -> dict[str, int]:
     """Return the sizes in bytes of the files in a directory, by path relative to it.
 
     Raises: NotFoundError; UnsupportedError for a local file that is neither file nor directory.
@@ -181,7 +181,7 @@ def sizes_below(source: Place) -> dict[str, int]:
     }
 
 
-def copy_one(source: Place, target: Place, on_progress: Callable[[int], None]) -> int:
+def copy_one(source: CopyPlace, target: CopyPlace, on_progress: Callable[[int], None]) -> int:
     """Copy one file, whole or not at all. Return its size in bytes. Raises: BootseerError."""
     if source.storage is None:
         if target.storage is None:
@@ -195,7 +195,7 @@ def copy_one(source: Place, target: Place, on_progress: Callable[[int], None]) -
 
 
 def copy_tree(
-    source: Place, target: Place, sizes: dict[str, int], on_progress: Callable[[int], None]
+    source: CopyPlace, target: CopyPlace, sizes: dict[str, int], on_progress: Callable[[int], None]
 ) -> Copied:
     """Copy a directory with the files `sizes` to `target`: into it if it exists, else as it.
 
@@ -221,7 +221,7 @@ def copy_tree(
 
 
 def _copy_files(
-    source: Place, target: Place, sizes: dict[str, int], on_progress: Callable[[int], None]
+    source: CopyPlace, target: CopyPlace, sizes: dict[str, int], on_progress: Callable[[int], None]
 ) -> Copied:
     if target.storage is None:
         for folder in {os.path.dirname(name) for name in sizes}:
@@ -238,7 +238,7 @@ def _copy_files(
     return Copied(len(sizes), sum(done.values()))
 
 
-def _make_empty_directories(source: Place, target: Place) -> None:
+def _make_empty_directories(source: CopyPlace, target: CopyPlace) -> None:
     """Make all directories of `source` in `target`, so that empty ones are there too."""
     if source.storage is None:
         for folder, names, _ in os.walk(source.path):
@@ -252,7 +252,7 @@ def _make_empty_directories(source: Place, target: Place) -> None:
             _make_directory(target.at(path[skip:]))
 
 
-def _make_directory(place: Place) -> None:
+def _make_directory(place: CopyPlace) -> None:
     if place.storage is not None:
         place.storage.backend.mkdir(place.path)
         return
@@ -262,7 +262,7 @@ def _make_directory(place: Place) -> None:
         raise from_oserror(error, f"make the directory {place.path}") from error
 
 
-def _rename(source: Place, target: Place) -> None:
+def _rename(source: CopyPlace, target: CopyPlace) -> None:
     if target.storage is not None:
         try:
             target.storage.tree.rename(source.path, target.path, replace=False)
@@ -277,7 +277,7 @@ def _rename(source: Place, target: Place) -> None:
         raise from_oserror(error, f"rename {source.path} to {target.path}") from error
 
 
-def _remove(place: Place) -> None:
+def _remove(place: CopyPlace) -> None:
     """Remove a place as far as possible. The rest is found by fsck, or has a telling name."""
     with contextlib.suppress(Exception):
         if place.storage is None:

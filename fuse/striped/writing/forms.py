@@ -42,14 +42,14 @@ class Form(ABC):
 
     def __init__(self, shared: WriterResources, path: str, settings: StripeSettings) -> None:
         self.path = path
-        """Path of the file. It changes when the file is renamed while it is written."""
+        """Path of the file, which changes if the file is renamed while it is written."""
         self.sent_bytes = 0
         """Length of the file without its tail."""
         self._shared = shared
         self._settings = settings
         self._parts: PartSet | None = None
         self._unnamed: set[str] = set()
-        """Generations that are stored, and that no published layout names."""
+        """Stored generations that no published layout names."""
 
     @property
     def has_new_parts(self) -> bool:
@@ -111,8 +111,8 @@ class StripedForm(Form):
     """Segments of parts, and a layout that names them.
 
     On a file system each segment has `stripe_count` parts, written as the units come. On an object
-    store every unit is an object: it takes objects only as a whole, and holding one unit in memory
-    until it is stored needs no disk, and no more memory than any other writer.
+    store, which takes objects only as a whole, every unit is an object: a unit fits into memory
+    until it is stored, and no disk is needed.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class StripedForm(Form):
 class PlainForm(Form):
     """Ordinary file that every tool of the storage reads, or bytes that are added to one.
 
-    Where the storage can join files the runs of a file are written in parallel, each as a file of
-    its own, and joined in one step; elsewhere there is one run. Either way the name gets the whole.
+    If the storage can join files, the runs of a file are written in parallel, each to its own file,
+    and joined in one step; else there is one run. In both cases the whole file appears at once.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class PlainForm(Form):
         settings: StripeSettings,
         base: FileView | None = None,
     ) -> None:
-        """`base`: the stored file to add to. Raises UnsupportedError where that is impossible."""
+        """`base`: the stored file to add to. Raises: UnsupportedError if the storage cannot add."""
         super().__init__(shared, path, settings)
         self._base = base
         self._can_join = shared.backend.can_join()

@@ -105,8 +105,8 @@ class _File:
         self._held_bytes = 0
 
 
-class Part:
-    """A queue of units, a thread, and a stored file."""
+class PartWriter:
+    """Writer of one part: a queue of units, a thread, and a stored file."""
 
     def __init__(
         self,

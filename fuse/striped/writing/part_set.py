@@ -1,8 +1,8 @@
 """Write the parts of one file in parallel.
 
 A large file is cut into stripe units of a few MiB. A `PartSet` deals the units to parts, each of
-which is one stored file with a thread of its own (`part.Part`), and waits until the storage has
-confirmed them all. Parts that belong to one segment of the layout form a `Round`.
+which is one stored file with a thread of its own (`part.PartWriter`), and waits until the storage
+has confirmed them all. Parts that belong to one segment of the layout form a `Round`.
 
     OPEN --finish--> SEALED --every part is stored--> STORED
       +-----------------+--- a part fails, or abort --> FAILED --last thread ends--> REMOVED
@@ -26,11 +26,10 @@ from typing import TypeVar
 from msgspec import Struct
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, UnavailableError
-from bootseer.fuse.striped.layout import MAX_BLOCK_COUNT, Segment, pack_checksums
-from bootseer.fuse.striped.layout import Part as PartEntry
+from bootseer.fuse.striped.layout import MAX_BLOCK_COUNT, PartFile, Segment, pack_checksums
 from bootseer.fuse.striped.names.stored import new_generation
 from bootseer.fuse.striped.view import generation_folder
-from bootseer.fuse.striped.writing.part import Part
+from bootseer.fuse.striped.writing.part import PartWriter
 from bootseer.fuse.striped.writing.resources import WriterResources
 from bootseer.fuse.striped.writing.write_memory import Charge
 from bootseer.store.backend import FileGroup, Piece
@@ -91,7 +90,7 @@ class Round:
         self.size_bytes = 0
         self.width = width
         """Number of parts among which consecutive units alternate."""
-        self.parts: list[Part] = []
+        self.parts: list[PartWriter] = []
         self.open_count = 0
         """Number of parts whose threads use the storage."""
         self.files = files
@@ -111,7 +110,7 @@ class Round:
             self.size_bytes,
             dealing.unit_bytes,
             dealing.block_bytes,
-            tuple(PartEntry(part.name, part.size_bytes) for part in self.parts),
+            tuple(PartFile(part.name, part.size_bytes) for part in self.parts),
             pack_checksums([checksums[block] for block in range(len(checksums))]),
         )
 
@@ -262,7 +261,7 @@ class PartSet:
         if must_remove:
             self._remove_folders()
 
-    def part_ended(self, part: Part) -> None:
+    def part_ended(self, part: PartWriter) -> None:
         """Count a part less that uses the storage."""
         part_round = part.round
         with self._changed:
@@ -296,7 +295,7 @@ class PartSet:
         for part in self._rounds[-1].parts if self._rounds else ():
             part.queue.put(None)
 
-    def _part_of_next(self, part_round: Round, cancelled: Callable[[], bool]) -> Part:
+    def _part_of_next(self, part_round: Round, cancelled: Callable[[], bool]) -> PartWriter:
         """Return the part that takes the next unit; begin it if the unit is its first."""
         number = part_round.size_bytes // self.dealing.unit_bytes
         run = self.dealing.run_units
@@ -323,7 +322,7 @@ class PartSet:
         source = f"part {index % self.dealing.width:02x}"
         # Runs begin as others end: each is placed for itself.
         files = part_round.files if self.dealing.run_units is None else self.shared.backend.group()
-        part = Part(self, part_round, files, f"{index:02x}", source, charge)
+        part = PartWriter(self, part_round, files, f"{index:02x}", source, charge)
         try:
             with self._changed:
                 self.check()

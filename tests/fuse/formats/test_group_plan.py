@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 
 from bootseer.errors import CorruptError
-from bootseer.fuse.striped.group.plan import Assembly, Extent, GroupPlan, plan_group
+from bootseer.fuse.striped.group.plan import Assembly, GroupPlan, NeededRange, plan_group
 
 PIECE = 100
 
 
-def _check(needs: list[set[Extent]], pieces_per_round: int) -> list[GroupPlan]:
+def _check(needs: list[set[NeededRange]], pieces_per_round: int) -> list[GroupPlan]:
     """Assert the promises of `plan_group` byte by byte."""
     plans = plan_group(needs, piece_bytes=PIECE, pieces_per_round=pieces_per_round)
     assert plans == plan_group(needs, piece_bytes=PIECE, pieces_per_round=pieces_per_round)
@@ -51,7 +51,7 @@ def test_every_byte_once(seed: int) -> None:
         start = 0
         while start < 1500:
             length = numbers.choice([0, 1, 7, 99, 100, 350])
-            extents.append(Extent(path, start, length))
+            extents.append(NeededRange(path, start, length))
             start += length + numbers.choice([0, 0, 0, 40])
     needs = [
         {extent for extent in extents if numbers.random() < share}
@@ -61,7 +61,7 @@ def test_every_byte_once(seed: int) -> None:
 
 
 def test_what_all_need_is_dealt_out_evenly_and_in_order() -> None:
-    needs = [{Extent("f", 0, 5000), Extent("f", 5000, 3010)}] * 4
+    needs = [{NeededRange("f", 0, 5000), NeededRange("f", 5000, 3010)}] * 4
     plan = _check(needs, 8)[0]
     assert plan.private == ()
     assert [len(pieces) for pieces in plan.rounds] == [4] * 20 + [1]
@@ -72,27 +72,32 @@ def test_what_all_need_is_dealt_out_evenly_and_in_order() -> None:
 
 
 def test_groups_without_a_common_rank_go_together() -> None:
-    left, right = {Extent("a", 0, 1000)}, {Extent("b", 0, 1000)}
+    left, right = {NeededRange("a", 0, 1000)}, {NeededRange("b", 0, 1000)}
     plan = _check([left, right, left, right], 8)[0]
     assert [len(pieces) for pieces in plan.rounds] == [4] * 5
 
 
 def test_what_one_rank_needs_is_its_own_affair() -> None:
-    plans = _check([{Extent("a", 0, 250)}, {Extent("a", 250, 250)}, set()], 8)
+    plans = _check([{NeededRange("a", 0, 250)}, {NeededRange("a", 250, 250)}, set()], 8)
     assert plans[0].rounds == ()
     assert [len(plan.private) for plan in plans] == [3, 3, 0]
 
 
-def _note(found: list[tuple[Extent, bytes]], extent: Extent, view: memoryview) -> None:
+def _note(found: list[tuple[NeededRange, bytes]], extent: NeededRange, view: memoryview) -> None:
     found.append((extent, bytes(view)))
 
 
 def test_items_from_pieces_in_any_order() -> None:
     numbers = random.Random(1)
     data = numbers.randbytes(1000)
-    extents = [Extent("f", 0, 90), Extent("f", 90, 10), Extent("f", 150, 600), Extent("f", 750, 1)]
+    extents = [
+        NeededRange("f", 0, 90),
+        NeededRange("f", 90, 10),
+        NeededRange("f", 150, 600),
+        NeededRange("f", 750, 1),
+    ]
     for _ in range(50):
-        found: list[tuple[Extent, bytes]] = []
+        found: list[tuple[NeededRange, bytes]] = []
         assembly = Assembly(extents, partial(_note, found))
         cuts = sorted({0, 1000, *numbers.choices(range(1000), k=8)})
         pieces = list(itertools.pairwise(cuts))
@@ -104,7 +109,9 @@ def test_items_from_pieces_in_any_order() -> None:
 
 
 def test_items_that_overlap_are_refused() -> None:
-    assembly = Assembly([Extent("f", 0, 10), Extent("f", 5, 10)], lambda extent, view: None)
+    assembly = Assembly(
+        [NeededRange("f", 0, 10), NeededRange("f", 5, 10)], lambda extent, view: None
+    )
     assembly.add("f", 8, memoryview(bytes(8)))
     with pytest.raises(CorruptError):
         assembly.finish()

@@ -13,7 +13,7 @@ from bootseer.fuse.kernel.operations import (
     Attributes,
     Buffer,
     Caller,
-    Entry,
+    NodeEntry,
     Opened,
     Operations,
 )
@@ -38,7 +38,7 @@ class CountingMirror(PassthroughFileSystem):
         self.nodes: dict[bytes, int] = {}
         self.reads = 0
 
-    def lookup(self, caller: Caller, parent: int, name: bytes) -> Entry:
+    def lookup(self, caller: Caller, parent: int, name: bytes) -> NodeEntry:
         self.lookups.append(name)
         entry = super().lookup(caller, parent, name)
         if entry.attributes is not None:
@@ -233,10 +233,10 @@ class NoOpen(Operations):
     def __init__(self) -> None:
         self.asked = []
 
-    def lookup(self, caller: Caller, parent: int, name: bytes) -> Entry:
+    def lookup(self, caller: Caller, parent: int, name: bytes) -> NodeEntry:
         if name != b"file":
-            return Entry(None, _LONG_S)
-        return Entry(Attributes(2, 0o100644, 5), _LONG_S, _LONG_S)
+            return NodeEntry(None, _LONG_S)
+        return NodeEntry(Attributes(2, 0o100644, 5), _LONG_S, _LONG_S)
 
     def getattr(self, caller: Caller, node: int, handle: int | None) -> tuple[Attributes, float]:
         mode = 0o040755 if node == ROOT_NODE else 0o100644

@@ -16,7 +16,7 @@ from bootseer.fuse.kernel.operations import (
     Attributes,
     Buffer,
     Caller,
-    Entry,
+    NodeEntry,
     Opened,
     Operations,
 )
@@ -55,10 +55,10 @@ class Slow(Operations):
         mode = 0o040755 if node == ROOT_NODE else 0o100644
         return Attributes(node, mode, 4096)
 
-    def lookup(self, caller: Caller, parent: int, name: bytes) -> Entry:
+    def lookup(self, caller: Caller, parent: int, name: bytes) -> NodeEntry:
         if name not in self.names:
-            return Entry(None)
-        return Entry(self._attributes(self.names.index(name) + 2), 100, 100)
+            return NodeEntry(None)
+        return NodeEntry(self._attributes(self.names.index(name) + 2), 100, 100)
 
     def getattr(self, caller: Caller, node: int, handle: int | None) -> tuple[Attributes, float]:
         return self._attributes(node), 100

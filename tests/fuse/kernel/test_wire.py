@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.fuse.kernel import wire
-from bootseer.fuse.kernel.operations import Attributes, DirectoryEntry, Entry
+from bootseer.fuse.kernel.operations import Attributes, DirectoryEntry, NodeEntry
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_attributes_round_up_to_blocks_unless_told() -> None:
 
 
 def test_negative_entry_has_node_0_and_a_ttl() -> None:
-    encoded = wire.encode_entry(Entry(None, entry_ttl_s=2.5))
+    encoded = wire.encode_entry(NodeEntry(None, entry_ttl_s=2.5))
     assert len(encoded) == wire.ENTRY_OUT_BYTES
     assert wire.ENTRY_OUT.unpack_from(encoded) == (0, 0, 2, 0, 500_000_000, 0)
 
@@ -83,7 +83,7 @@ def test_negative_entry_has_node_0_and_a_ttl() -> None:
 def _directory(names: list[bytes]) -> list[DirectoryEntry]:
     return [
         DirectoryEntry(
-            name, number + 2, 0o100644, number + 3, Entry(Attributes(number + 2, 0o100644, 0))
+            name, number + 2, 0o100644, number + 3, NodeEntry(Attributes(number + 2, 0o100644, 0))
         )
         for number, name in enumerate(names)
     ]

@@ -16,7 +16,7 @@ from bootseer.fuse.striped.layout import (
     HEADER_BYTES,
     MIN_BLOCK_BYTES,
     Layout,
-    Part,
+    PartFile,
     Segment,
     block_checksum,
     decode_header,
@@ -26,7 +26,7 @@ from bootseer.fuse.striped.layout import (
     pack_checksums,
     part_size,
 )
-from bootseer.fuse.striped.view import FileView, Span, pieces
+from bootseer.fuse.striped.view import ByteRange, FileView, pieces
 
 BLOCK = MIN_BLOCK_BYTES
 
@@ -49,7 +49,7 @@ def segment_of(data: bytes, unit: int, count: int, generation: str = "a" * 32) -
         len(data),
         unit,
         BLOCK,
-        tuple(Part(f"{i:02x}", len(part)) for i, part in enumerate(parts)),
+        tuple(PartFile(f"{i:02x}", len(part)) for i, part in enumerate(parts)),
         pack_checksums(sums),
     )
 
@@ -129,9 +129,9 @@ def test_a_view_finds_and_verifies_every_byte(made: list[tuple[bytes, Segment]])
 
 def test_an_ordinary_file_is_cut_into_the_same_units() -> None:
     view = FileView("plain", "x", 9 * 2**20)
-    assert view.unit_at(5 * 2**20) == Span(4 * 2**20, 8 * 2**20)
-    assert view.unit_at(9 * 2**20 - 1) == Span(8 * 2**20, 9 * 2**20)
-    assert view.source(Span(4 * 2**20, 8 * 2**20)) == ("plain", 4 * 2**20)
+    assert view.unit_at(5 * 2**20) == ByteRange(4 * 2**20, 8 * 2**20)
+    assert view.unit_at(9 * 2**20 - 1) == ByteRange(8 * 2**20, 9 * 2**20)
+    assert view.source(ByteRange(4 * 2**20, 8 * 2**20)) == ("plain", 4 * 2**20)
 
 
 @given(distinct)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bootseer.fuse.striped.mounted.status import Look, OpenFigures, render_mount
+from bootseer.fuse.striped.mounted.status import MountFigures, OpenFigures, render_mount
 from bootseer.fuse.striped.statistics import Statistics
 from bootseer.prefetch.reading.faults import FaultRecorder
 from bootseer.prefetch.serve import figures as of_images
@@ -24,7 +24,7 @@ from tests.prefetch.serve.test_figures import figures_of
 
 _S = 10**9
 _MEMORY = {"limit_bytes": 1, "used_bytes": 0}
-_LOOK = Look(Statistics(), OpenFigures(0, 0, 0, ()), _MEMORY, 0.0, True)
+_LOOK = MountFigures(Statistics(), OpenFigures(0, 0, 0, ()), _MEMORY, 0.0, True)
 _ENVIRONMENT: dict[str, Value] = {"bootseer.hit": True, "bootseer.bytes": 30}
 
 

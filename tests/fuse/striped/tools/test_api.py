@@ -19,7 +19,13 @@ from bootseer.checkpoints import (
 )
 from bootseer.errors import AlreadyExistsError, BusyError, InvalidInputError, NotFoundError
 from bootseer.fuse.striped.storage import StripedStorage
-from bootseer.fuse.striped.tools.copy_tree import Place, copy_one, copy_tree, sizes_below, split_url
+from bootseer.fuse.striped.tools.copy_tree import (
+    CopyPlace,
+    copy_one,
+    copy_tree,
+    sizes_below,
+    split_url,
+)
 from tests.fuse.striped.support.harness import UNIT
 from tests.fuse.striped.support.stored import DATA, load, save
 
@@ -113,11 +119,11 @@ def test_directories_are_copied_whole(storage: StripedStorage, tmp_path: Path) -
     (tmp_path / "src/sub/empty").mkdir(parents=True)
     for name in ("a", "sub/b", "sub/new\nline", "sub/ü"):
         (tmp_path / "src" / name).write_bytes(DATA)
-    source, target = Place(None, str(tmp_path / "src")), Place(storage, "step-1")
+    source, target = CopyPlace(None, str(tmp_path / "src")), CopyPlace(storage, "step-1")
     copied = copy_tree(source, target, sizes_below(source), lambda count: None)
     assert (copied.file_count, copied.size_bytes) == (4, 4 * len(DATA))
     assert storage.tree.stored.status("step-1/sub/empty").is_dir
-    back = Place(None, str(tmp_path / "back"))
+    back = CopyPlace(None, str(tmp_path / "back"))
     copy_tree(target, back, sizes_below(target), lambda count: None)
     for name in ("a", "sub/b", "sub/new\nline", "sub/ü"):
         assert (tmp_path / "back" / name).read_bytes() == DATA
@@ -129,7 +135,7 @@ def test_a_directory_appears_whole_or_not_at_all(local: StripedStorage, tmp_path
     (tmp_path / "src").mkdir()
     for number in range(9):
         (tmp_path / "src" / str(number)).write_bytes(DATA)
-    source, target = Place(None, str(tmp_path / "src")), Place(local, "step-1")
+    source, target = CopyPlace(None, str(tmp_path / "src")), CopyPlace(local, "step-1")
 
     def fail(count: int) -> None:
         assert not target.exists()
@@ -150,11 +156,11 @@ def test_a_directory_appears_whole_or_not_at_all(local: StripedStorage, tmp_path
 def test_odd_sources(local: StripedStorage, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(Exception, match="neither a file nor a directory"):
-        sizes_below(Place(None, str(tmp_path)))
+        sizes_below(CopyPlace(None, str(tmp_path)))
     with pytest.raises(InvalidInputError, match="not a regular file"):
         copy_in(local, tmp_path / "fifo", "f")
     with pytest.raises(InvalidInputError, match="use cp"):
-        copy_one(Place(None, "/a"), Place(None, "/b"), lambda count: None)
+        copy_one(CopyPlace(None, "/a"), CopyPlace(None, "/b"), lambda count: None)
 
 
 @pytest.mark.parametrize(

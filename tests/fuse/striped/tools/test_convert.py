@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BusyError, InvalidInputError
-from bootseer.fuse.striped.layout import Layout, Part, Segment, encode_layout, part_size
+from bootseer.fuse.striped.layout import Layout, PartFile, Segment, encode_layout, part_size
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.tools.convert import convert_file, is_stored_as
-from bootseer.fuse.striped.tools.copy_tree import Place, copy_tree, sizes_below
+from bootseer.fuse.striped.tools.copy_tree import CopyPlace, copy_tree, sizes_below
 from bootseer.fuse.striped.tools.fsck import check_tree, delete_garbage
 from bootseer.store.local.backend import LocalBackend
 from tests.fuse.striped.support.harness import UNIT, storage_on
@@ -87,7 +87,7 @@ def _segment(number: int, units: int) -> Segment:
     """Return a segment of so many units in up to three parts."""
     size, count = units * UNIT, min(3, units)
     parts = tuple(
-        Part(f"{index:02x}", part_size(size, UNIT, count, index)) for index in range(count)
+        PartFile(f"{index:02x}", part_size(size, UNIT, count, index)) for index in range(count)
     )
     return Segment(f"{number:032x}", size, UNIT, UNIT, parts, bytes(8 * units))
 
@@ -147,8 +147,8 @@ def test_a_convert_or_copy_that_is_killed_leaves_what_was_there(
 
     def copy(count: Callable[[int], None]) -> None:
         with storage_on(tmp_path / "stored") as storage:
-            source = Place(None, str(tmp_path / "src"))
-            copy_tree(source, Place(storage, "step-1"), sizes_below(source), count)
+            source = CopyPlace(None, str(tmp_path / "src"))
+            copy_tree(source, CopyPlace(storage, "step-1"), sizes_below(source), count)
 
     killed_after(step, convert)
     killed_after(step, copy)
