@@ -29,6 +29,7 @@ from bootseer.report.graph import (
     UNWATCHED,
     Failure,
     Group,
+    ProcessRow,
     StartGraph,
     begin_of,
     end_of,
@@ -164,14 +165,16 @@ class StartModel:
         saved = self.measured_s - replayed_s
         return WhatIf(name, replayed_s, saved, saved * self.rank_count / 3600)
 
-    @property
+    @cached_property
     def rank_count(self) -> int:
         """Number of training processes; the number of nodes if none of them wrote a stage."""
+        # torchrun's agents have a rank too, but are no training processes.
+        parents = self.graph.parents()
         found = {
             (node, rank)
             for group in self.graph.groups
-            for node, rank in zip(group.nodes, group.ranks, strict=True)
-            if rank != NO_RANK
+            for row, (node, rank) in enumerate(zip(group.nodes, group.ranks, strict=True))
+            if rank != NO_RANK and ProcessRow(group, row) not in parents
         }
         return len(found) or len(self.graph.nodes)
 
@@ -242,7 +245,7 @@ class StartModel:
     def _changes(self, summary: Summary) -> Iterable[tuple[str, Change]]:
         path, stragglers = summary.path, summary.stragglers
         peers = self.peers
-        if stragglers:
+        if len(stragglers) > 1:
             all_nodes = frozenset(one.node for one in stragglers)
             change = as_its_peers(peers, all_nodes)
             yield f"the {len(all_nodes)} named nodes as their peers", change

@@ -626,6 +626,16 @@ class StartGraph:
         """Return the row of a node's launcher, or None."""
         return self._places.get((node, ""))
 
+    def parents(self) -> set[ProcessRow]:
+        """Return the processes that started others, without launchers."""
+        found = {
+            self._places.get(parent)
+            for group in self._groups.values()
+            for parent in group.parents
+            if parent[1]
+        }
+        return {place for place in found if place is not None}
+
     def started_by(self, group: Group) -> "list[tuple[ProcessRow, int] | None]":
         """Return each process's parent, and the parent's last event before the process began.
 

@@ -1,5 +1,7 @@
 """The longest delay of a start: node, stage, seconds and cause."""
 
+from msgspec.structs import replace
+
 from bootseer.report.delay import Delay
 from bootseer.report.explain import Analysis, StartModel, break_down
 from bootseer.report.graph import StartGraph, Track, TrackSpan
@@ -108,3 +110,17 @@ def test_workers_that_failed_before_they_were_ready_are_told_of() -> None:
     assert isinstance(delay, Delay)
     assert (delay.node, delay.rank, delay.stage, delay.seconds) == ("a", 1, "fails", 18)
     assert (delay.cause.name, delay.cause.evidence) == ("restarted workers", "OSError: damaged")
+
+
+def test_agents_of_torchrun_are_no_ranks() -> None:
+    """A named fault: on two nodes the GPU-hours of four ranks were those of five."""
+    found = []
+    for node, load_s in (("a", 3.0), ("b", 9.0)):
+        agent = Track(node, [TrackSpan("import torch", 1, 2)], "run", 0, f"run-{node}")
+        found += [replace(one, parent=agent.process if one.process else "")
+                  for one in _ranks(node, load_s)]  # fmt: skip
+        found.append(agent)
+    analysis = _analysis(*found)
+    assert analysis.rank_count == 4
+    assert analysis.delay is not None
+    assert analysis.delay.gpu_hours == 6 * 4 / 3600
