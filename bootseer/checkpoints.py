@@ -31,7 +31,7 @@ from bootseer.settings.config import load_config
 if TYPE_CHECKING:
     from bootseer.fuse.striped.group.reader import GroupReader as GroupReader
 
-# Without GroupReader: a star import must do without torch.
+# GroupReader is left out, so that a star import does not import torch.
 __all__ = [
     "StripedStorage",
     "copy_across",

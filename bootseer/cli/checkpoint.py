@@ -286,7 +286,7 @@ def checkpoint_ls(url: str, at_length: bool) -> list[ListedFile]:
         info = place.storage.backend.stat(place.path) if place.path else None
         infos = [info] if info is not None and not info.is_dir else stored.entries(place.path)
         if not at_length and not click.get_current_context().params["as_json"]:
-            # The layouts, which each cost a read, are not shown.
+            # Each layout costs a read, and none is shown.
             return [_listed(one, None) for one in infos]
         return _listed_all(place.storage, infos)
 
@@ -665,7 +665,7 @@ def checkpoint_convert(
                 except (BusyError, CorruptError) as error:
                     failed.append((view.path, error))
         if had_parts_s is not None:
-            # The storage deletes them when it is closed.
+            # The storage deletes replaced parts when it is closed.
             time.sleep(max(0.0, had_parts_s + grace_s - time.monotonic()))
     return Converted(
         files=converted,

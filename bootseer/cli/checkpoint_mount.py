@@ -14,7 +14,7 @@ from bootseer.cli.text import say, tell, warn_unwritten
 from bootseer.cli.tree import command, current_settings
 from bootseer.errors import PermissionDeniedError, UnsupportedError
 
-# The last number means "nobody" to the kernel (chown(2)).
+# The number above means "unchanged" to the kernel (chown(2)).
 _ID_MAX = 2**32 - 2
 
 

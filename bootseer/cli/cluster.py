@@ -44,7 +44,7 @@ def _needs(what: str, error: ModuleNotFoundError, extra: str) -> UnsupportedErro
 @click.option(
     "--root",
     type=click.Path(path_type=Path),
-    # Where containerd itself would keep it, and where CRI tells a kubelet to look.
+    # The folder that containerd gives its own snapshotters, and that CRI reports to a kubelet.
     default=Path("/var/lib/containerd/io.containerd.snapshotter.v1.bootseer"),
     show_default=True,
     help="Where containers' writes and ordinary layers are kept; not on an overlay.",
@@ -103,7 +103,7 @@ def snapshotter(
         raise UnsupportedError("a snapshotter mounts for containerd and needs root")
     settings = current_settings()
     for name, text in current_config().overridden.items():
-        # A service that a shell's variable has moved elsewhere is hard to find.
+        # Else nobody finds the folders of a service that a variable of a shell has moved.
         say(f"warning: {variable_of(name)} is stronger than {name} = {redact(text)!r} of the file")
     root = root.absolute()
     content = content.absolute() if content else root.parent / CONTENT_FOLDER

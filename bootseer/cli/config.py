@@ -40,6 +40,6 @@ def config() -> dict[str, ShownSetting]:
 
 
 def _shown(name: str, value: object) -> str | int | float:
-    # The user name and password of a URL are for the store, not for a reader of this in a ticket.
+    # The output is pasted into tickets, so a URL is shown without user name and password.
     text = TABLE[name].kind.show(value)
     return redact(text) if name == "store_url" and isinstance(text, str) else text

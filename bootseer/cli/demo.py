@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bootseer.demo.job import Network
 
 _GIB = 1 << 30
-# Image, packages, two checkpoints, the store and two nodes' caches.
+# Space for the image, the packages, the store and the caches of two nodes.
 _DISK_BYTES_BESIDE_CHECKPOINTS = 3 * _GIB
 
 

@@ -34,7 +34,7 @@ def become_command(words: Sequence[str]) -> None:
     if not ours or ours[0] not in WRAPPERS or {"-h", "--help"} & set(ours):
         return
     names = {word.partition("=")[0] for word in ours}
-    # Without a command it is the image's own.
+    # Without a command on the line, the command is the image's own.
     if "--image" in names and (value != _ON_NODE or not command):
         _say(
             f"{VARIABLE} is set, and the command is for an image (--image): start that by other "
@@ -49,13 +49,14 @@ def become_command(words: Sequence[str]) -> None:
 
 
 def _execute(command: Sequence[str]) -> NoReturn:
-    # As `launch.signals.hand_over`: Python ignores these from its start on.
+    # As in `launch.signals.hand_over`: Python ignores these signals, and exec would keep that.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], list(command))
     except OSError as error:
-        # Scripts that name no interpreter; and exit codes as shells have them.
+        # `execute` also starts scripts without an interpreter line, and has the exit codes of
+        # shells.
         from bootseer.errors import SetupFailedError
         from bootseer.linux.scripts import execute
 

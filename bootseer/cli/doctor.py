@@ -23,5 +23,5 @@ def doctor() -> list[Finding]:
     Exits with 1 if something is broken; what merely costs speed is a warning.
     """
     source = click.get_current_context().find_object(SettingsSource) or SettingsSource({})
-    # It looks at the folders itself, in a thread that may hang.
+    # `examine` checks the folders in a thread of its own, since a dead file system hangs.
     return examine(load_config(source.flags, checks_folders=False).settings)

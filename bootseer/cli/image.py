@@ -198,7 +198,7 @@ def image_index(source: str, name: str | None, target: str, verify: bool) -> Ind
     With --to registry all is pushed beside the image, as artifacts that refer to it; the store is
     then oci://HOST/NAME@DIGEST, as is printed.
     """
-    # Imported late: `image mount` must not pay for what only indexing needs.
+    # Imported here, since `image mount` does not need these modules.
     from bootseer.base.progress import ProgressBar
     from bootseer.prefetch.publish.indexing import index_image
     from bootseer.prefetch.sources import open_source
@@ -223,7 +223,7 @@ def image_index(source: str, name: str | None, target: str, verify: bool) -> Ind
             work_dir,
             registry_hosts_dir=settings.registry_hosts_dir,
             deadline_s=settings.deadline_s,
-            # Under another name nobody would know the registry.
+            # A name that is not of the registry would not tell nodes where the layers are.
             copies=settings.copy_layers or name is not None,
         ) as opened,
         _open_target(target, source, opened.manifest_digest) as store,
@@ -426,7 +426,7 @@ def image_fetch(reference: str) -> FetchedImage:
     resolved = resolve_image(settings, reference)
     try:
         record, is_local = resolved.record, not resolved.is_published
-        # A layer that this node pulled serves, whoever has published it.
+        # A layer that this node pulled is used, whichever node has published it.
         here = image_on_node(settings, resolved)
         if here is not None:
             here.release()

@@ -258,10 +258,13 @@ def _read(path: Path, size_bytes: int) -> bytes:
 
 
 def _write_lines(found: ExportedHotSet) -> None:
-    for one in found.ranges:
-        if not {"\t", "\n"}.intersection(one.path):
-            line = f"/{one.path}\t{one.offset}\t{one.length}\n"
-            sys.stdout.buffer.write(line.encode("utf-8", "surrogateescape"))
+    from bootseer.prefetch.record.hints import plain_lines
+
+    ranges = (
+        (one.path.encode("utf-8", "surrogateescape"), one.offset, one.length)
+        for one in found.ranges
+    )
+    sys.stdout.buffer.writelines(plain_lines(ranges))
 
 
 @command("image trace export", epilog="Example: bootseer image trace export train:v1")

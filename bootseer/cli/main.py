@@ -18,7 +18,7 @@ from bootseer.errors import EXIT_FAILURE, BootseerError, exit_code_of, missing_p
 
 _log = logging.getLogger(__name__)
 _INTERRUPTED = 130
-# With it a shell asks click for completions.
+# Variable by which a shell asks click for completions.
 _COMPLETE = "_BOOTSEER_COMPLETE"
 
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command, print an error as one line, exit."""
     _open_standard_files()
     code = _run(sys.argv[1:] if arguments is None else arguments)
-    # Here, since the interpreter's own flush at exit can only complain.
+    # Flushed here, since the interpreter's own flush at exit cannot set the exit code.
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -127,7 +127,7 @@ def _open_standard_files() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            # The lowest free number, which is this one.
+            # open(2) returns the lowest free number, which is this descriptor.
             os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(descriptor, True)
         if getattr(sys, name) is None:

@@ -94,7 +94,7 @@ def current_timelines() -> Source:
     """Return the timelines of the folder and the store of the running command."""
     settings = current_settings()
     folder = TimelineFolder(settings.timeline_dir)
-    # Beside an image in a registry there are none.
+    # A store beside an image in a registry holds no timelines.
     is_registry = settings.store_url.startswith("oci:")
     return folder if is_registry else MergedSources(folder, _ConfiguredStore(settings))
 
@@ -281,7 +281,7 @@ def _write(path: Path, data: Iterable[bytes]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         if path.exists() and not path.is_file():
-            # A terminal or a pipe: there is nothing to be put in its place.
+            # A terminal or a pipe cannot be replaced by a file.
             _write_all(path, data)
             return
         try:
@@ -492,9 +492,9 @@ def watch(job: str | None, times: float, every: float, once: bool, as_json: bool
             return
         if not is_open and silent_max_s != _SILENT_S:
             say("no stage is open: waiting until the job calls bootseer.ready(); Ctrl-C ends this")
-        # From now on the start is followed, and may load for long.
+        # A start that is followed may load for long without a line on its timeline.
         silent_max_s = _SILENT_S
-        # A large start in a store takes a while to read: it is not read all the time.
+        # Reading a large start from a store takes long, so the pause is as long as the last look.
         time.sleep(max(0.1, every, time.monotonic() - looked_s))
 
 

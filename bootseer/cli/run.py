@@ -39,7 +39,7 @@ def start(config: Config, command: tuple[str, ...], options: Mapping[str, Any]) 
     job = _job(command, options)
     settings = _with_mode(config.settings, options)
     if config.sources["store_url"] == "default":
-        # A folder of this node, as the one where the timeline is.
+        # The default store is a folder of this node, which has the timeline already.
         settings = replace(settings, publish_timelines=False)
     if options["linger"] is not None:
         settings = replace(settings, linger_s=parse_linger(options["linger"]))
@@ -72,13 +72,13 @@ def hold(settings: Settings, command: tuple[str, ...], options: Mapping[str, Any
     settings = replace(
         _with_mode(settings, options),
         linger_s=parse_linger(options["duration"]),
-        # It is no start of the job, and not to be seen among these.
+        # The timeline of a standby is not one of the starts of the job.
         timeline_dir=stages,
         submission="standby",
         publish_timelines=False,
-        # Nodes are made ready one by one.
+        # Other nodes of the job may not be prepared at the same time.
         fanout=False,
-        # What is held for a start is not what a start reads.
+        # The reads of a standby are not the reads of a start.
         record="never",
     )
     if not command:
@@ -145,7 +145,7 @@ def _show_held(settings: Settings) -> None:
     servers = {one.pid for one in held}
     sentences = []
     for known in known_servers(settings.run_dir):
-        # The table says who does not answer.
+        # The table shows servers that do not answer.
         with contextlib.suppress(BootseerError):
             if known.is_running and known.state.pid in servers:
                 sentences.append(warm_sentence(known))

@@ -143,7 +143,7 @@ def emit_table(
     console = Console(soft_wrap=False, highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(width=200, highlight=False, markup=False)
-    # Not by the console itself, which exits by itself where stdout is closed.
+    # Written here, since the console ends the program if stdout is closed.
     with console.capture() as captured:
         console.print(table)
     sys.stdout.write(captured.get())

@@ -246,7 +246,7 @@ def snapshot_restore(
     if mode is not None:
         settings = replace(settings, restore_mode=mode)
     with contextlib.ExitStack() as stack:
-        # A mount waits for its server, which loads while we do.
+        # The server of a mount begins now, so that it loads while this process does.
         process = None if directory is not None else stack.enter_context(early_server(settings))
         from bootseer.snapshots.restore import restore_snapshot
 
@@ -281,7 +281,7 @@ def snapshot_list(sort: str) -> list[ShownSnapshot]:
 
     with open_current_store() as store:
         manifests = [one for one in list_all(store) if not one.cache]
-    # Stable: equal ones stay newest first.
+    # Sorting is stable: snapshots that compare equal stay newest first.
     if sort == "size":
         manifests.sort(key=lambda manifest: -manifest.stored_bytes)
     elif sort == "name":

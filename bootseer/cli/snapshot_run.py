@@ -17,7 +17,7 @@ from bootseer.cli.tree import command, current_settings
 if TYPE_CHECKING:
     from bootseer.snapshots.key import Request
 
-# Behind its first word everything belongs to the command, "--" or not.
+# All words after the first word of the command belong to the command, with or without "--".
 _CONTEXT = {"allow_interspersed_args": False}
 _VALUE_CHARACTERS = 60
 """Length to which a table cuts a part's value; `--json` has all of it."""
@@ -160,7 +160,7 @@ def snapshot_run(wait_s: float, mode: str | None, **values: Any) -> Ran:
     if mode is not None:
         settings = replace(settings, restore_mode=mode)
     try:
-        # What the command has started ends, too, and the lease is given back.
+        # A signal also ends the processes of the command, and the lease is given back.
         with StopSignals():
             result = run_setup(settings, _request(values), report=say, wait_s=wait_s, forks=True)
     except StartStoppedError as stopped:

@@ -79,5 +79,5 @@ class _RedactingFormatter(logging.Formatter):
     """Formatter that removes credentials and control codes from the messages of all libraries."""
 
     def format(self, record: logging.LogRecord) -> str:
-        # A traceback has lines.
+        # Line by line, since the line feeds of a traceback stay.
         return redact("\n".join(map(printable, super().format(record).split("\n"))))

@@ -15,7 +15,7 @@ from bootseer.cli.text import begin_log
 from bootseer.errors import EXIT_OK
 from bootseer.settings.config import TABLE, Config, Settings, assignment, load_config
 
-# Before the names of parameters: a command may have one of its own that is called like a setting.
+# Prefix of the parameters of settings: a command may have a parameter named like a setting.
 _PREFIX = "setting_"
 
 

@@ -163,7 +163,7 @@ def warm(
     except (BootseerError, OSError) as error:
         if not command:
             raise
-        # The command will know whether it can do without.
+        # Without the record the command only reads more slowly.
         say(str(error))
     else:
         if show:

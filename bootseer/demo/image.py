@@ -15,7 +15,7 @@ from bootseer.errors import BootseerError, from_oserror
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _CONFIG = "application/vnd.oci.image.config.v1+json"
 _LAYER = "application/vnd.oci.image.layer.v1.tar+zstd"
-# uname's names -> OCI's (Go's).
+# Names of machines in uname(2), and in OCI images (those of Go).
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _BLOCK_BYTES = 1 << 20
 _TIMEOUT_S = 300

@@ -130,7 +130,7 @@ class World:
             root.mkdir(parents=True)
         root_file_system.build_base(roots[0], root_file_system.installed_packages())
         root_file_system.build_packages(roots[1])
-        # As in any image, most of it is not what a start reads.
+        # As in any image, a start reads only a small part.
         _write_random(roots[1] / "opt" / "unread.bin", self.plan.checkpoint_bytes // 8)
         environment = {"PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"}
         self.image_bytes = image.write_layout(self.layout, roots, environment)
@@ -191,7 +191,7 @@ class World:
         environ = {
             **os.environ,
             "BOOTSEER_NODE": f"node-{number}",
-            # Nobody asks for it elsewhere, and it would count as what the launch has moved.
+            # Nobody reads the timeline elsewhere, and its bytes would count as those of the launch.
             "BOOTSEER_PUBLISH_TIMELINES": "off",
             TEST_NETWORK: limited.__name__,
         }
@@ -261,7 +261,7 @@ class World:
         """
         deadline_s = time.monotonic() + _RECORD_TIMEOUT_S
         with open_store((self.plan.folder / "store").as_uri()) as store:
-            # The pointer is written last, when all that it names is there.
+            # The pointer is written last, when everything that it names is there.
             while not any(info.path.endswith(".json") for info in store.list("hot/")):
                 if time.monotonic() > deadline_s:
                     raise UnavailableError(
@@ -274,7 +274,7 @@ class World:
         for number in (1, 2):
             run_dir = self.plan.folder / f"node-{number}" / "run"
             wait_published(load_settings({"run_dir": str(run_dir)}), _UNMOUNT_TIMEOUT_S)
-        # The servers see the job's end, and unmount, a moment after we do.
+        # Servers unmount a moment after the end of the job.
         deadline_s = time.monotonic() + _UNMOUNT_TIMEOUT_S
         while (mounted := self._mounted()) and time.monotonic() < deadline_s:
             time.sleep(0.05)

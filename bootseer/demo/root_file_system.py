@@ -18,7 +18,7 @@ from bootseer.errors import UnsupportedError, from_oserror
 # Commands that a set-up line in the container may use.
 _COMMANDS = ("sh", "cat", "ls", "env")
 _EMPTY = ("proc", "sys", "dev", "tmp", "etc", "root", "run", "opt", "var/tmp", "usr/bin")
-# Not needed to run anything, and large.
+# Large, and not needed by any program of the demo.
 _UNWANTED = shutil.ignore_patterns(
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "config-*", "idlelib"
 )

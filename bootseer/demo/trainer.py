@@ -16,11 +16,11 @@ import zlib
 import bootseer
 
 _BLOCK_BYTES = 16 << 20
-# From the environment that the set-up command installed, and from the image.
+# Packages of the environment that the set-up command installed, and of the image.
 _MODULES = (
     *("rich.console", "requests", "fsspec", "docker", "hdfs_native", "zstandard"),
     *("pygments.lexers.python", "asyncio", "sqlite3", "xml.dom.minidom", "unittest.mock"),
-    # Large, and not installed with Bootseer.
+    # Large packages, which are not installed with Bootseer.
     *("pyarrow.parquet", "pyarrow.compute", "numpy"),
 )
 
@@ -75,7 +75,7 @@ def main(folder: str) -> None:
         weights = _load(f"{folder}/step-{newest}.bin") if newest else bytearray()
     loaded_s = time.monotonic()
     bootseer.ready()
-    # The first training step would run here; the demo proves what was loaded instead.
+    # The first training step would run here; the demo computes a checksum of the weights instead.
     checksum = zlib.crc32(weights)
     if newest:
         _save(f"{folder}/step-{newest + 1}.bin", weights)

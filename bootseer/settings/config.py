@@ -224,7 +224,7 @@ class Settings(Struct, frozen=True):
     )
     cache_limit_bytes: int = _setting(SIZE, "100GB", "The node's cache is kept below this.")
     memory_bytes: int = _setting(SIZE, "512MiB", "What one checkpoint mount may hold in memory.")
-    # A thousand nodes then ask 5 GB/s of the store at most.
+    # With this default a thousand nodes read at most 5 GB/s from the store.
     fill_bytes_per_s: int = _setting(
         SIZE, "5MB", "How much of a started image's rest is fetched per second; 0: nothing."
     )
@@ -419,7 +419,7 @@ def load_config(
     environ = os.environ if environ is None else environ
     flags = flags or {}
     short_names = {short_name(name): name for name in TABLE}
-    # Only the environment can say whose file is believed.
+    # Only the environment can name the users whose configuration file is trusted.
     owners = parse_owners(environ.get(variable_of("trusted_owners"), ""))
     path, file = read_config_file(environ, owners, short_names)
     defaults = default_settings(environ)
@@ -433,7 +433,8 @@ def _with_trusted_folders(config: Config, defaults: Mapping[str, str]) -> Config
     wanted: dict[str, Path] = {name: getattr(settings, name) for name in TRUSTED}
     chosen = {name: FOLDER.parse(defaults[name]) for name in TRUSTED}
     if config.sources["store_url"] == "default":
-        # The owner of a store decides what runs. One that was named is believed, as a registry is.
+        # The owner of a store decides what runs. A store that was named is trusted, as a registry
+        # is.
         store = Path(unquote(settings.store_url.removeprefix("file://")))
         wanted["store_url"] = chosen["store_url"] = store
     folders = trusted_folders(wanted, chosen, parse_owners(settings.trusted_owners))
@@ -455,14 +456,14 @@ def _warn_of_unknown(environ: Mapping[str, str]) -> None:
     known = set(map(variable_of, TABLE)) | _OTHER_VARIABLES
     for name in environ:
         if name.startswith(_PREFIX) and name not in known and not re.fullmatch(_NOT_OURS, name):
-            # The prefix, which all have, makes none of them alike.
+            # Compared without the prefix, which makes all names similar.
             close = closest_word(name[len(_PREFIX) :], [one[len(_PREFIX) :] for one in known])
             _warn_of(name, close and _PREFIX + close)
 
 
 @functools.cache  # once in a process
 def _warn_of(name: str, close: str) -> None:
-    # Without its value, which may be a secret.
+    # The message has no value, which may be a secret.
     hint = f"; is {close} meant?" if close else "; `bootseer config` lists those there are"
     _log.warning("warning: the variable %s is unknown%s", name, hint)
 

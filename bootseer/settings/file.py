@@ -95,8 +95,8 @@ def _read_named(name: str) -> bytes:
         status = os.stat(name)
         if stat.S_ISCHR(status.st_mode) and status.st_rdev == os.stat(os.devnull).st_rdev:
             return b""
-        # A pipe would be read once, by one of the processes of a start. Not blocking, in case it is
-        # a pipe by now.
+        # A pipe can be read once only, and a start has several processes. O_NONBLOCK: the file may
+        # have become a pipe since it was looked at.
         if stat.S_ISREG(status.st_mode):
             file = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
             with os.fdopen(file, "rb") as opened:
@@ -116,7 +116,7 @@ def _read(path: Path, owners: Owners) -> bytes | None:
     try:
         file, fault = open_trusted(path, owners)
     except OSError as error:
-        # Also a home that is not this user's to look into.
+        # A file in a home that this user must not enter counts as missing, too.
         if error.errno in _NOT_THERE or not os.path.lexists(path):
             return None
         raise from_oserror(error, f"read the configuration {path}") from error
@@ -138,7 +138,7 @@ def _read(path: Path, owners: Owners) -> bytes | None:
 
 
 def _values(path: str, data: bytes, short_names: Mapping[str, str]) -> dict[str, str]:
-    # Here: most nodes have no file, and every command loads this module.
+    # Imported here, since every command loads this module, and most nodes have no file.
     import tomllib
 
     try:
@@ -222,11 +222,11 @@ def _own_part(path: Path) -> Path:
 def _alternatives(name: str, path: Path, default: Path, owners: Owners) -> Iterator[Path]:
     own = _own_part(path)
     if not fault_of_folder(path, owners, is_shared=True):
-        # Meant for all users (/scratch, mode 1777): each has a part of it.
+        # In a folder for all users (/scratch, mode 1777), each user has a folder.
         yield own
     yield default
     if instead_for_root := _folder(name).instead_for_root:
         yield Path(instead_for_root) if os.geteuid() == 0 else Path("/var/tmp", own.name, name)
     else:
-        # Nothing is there, which is what most nodes have.
+        # A folder that does not exist stands for an empty one.
         yield Path("/etc/bootseer/none")

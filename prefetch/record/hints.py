@@ -15,7 +15,7 @@ from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Tree
 from bootseer.errors import InvalidInputError
 from bootseer.prefetch.record.file_rows import TracedFile
-from bootseer.prefetch.record.hotset import PAGE_BYTES, TOUCH_COUNT_MAX, HotSet
+from bootseer.prefetch.record.hotset import PAGE_BYTES, TOUCH_COUNT_MAX
 from bootseer.prefetch.record.trace import ACCESS_COUNT_MAX, Access, Trace
 
 HINTS_BYTES_MAX = 64 * 2**20
@@ -190,8 +190,11 @@ def find_file(tree: Tree, path: bytes) -> int | None:
     return trail[-1] if stat.S_ISREG(tree.mode(trail[-1])) else None
 
 
-def plain_lines(hot: HotSet) -> Iterator[bytes]:
-    """Yield the hot set as lines that `parse` reads; leave out paths with tabs or line feeds."""
-    for hot_range in hot.ranges:
-        if not any(byte in hot_range.path for byte in (b"\t", b"\n")):
-            yield b"/%s\t%d\t%d\n" % (hot_range.path, hot_range.offset, hot_range.length)
+def plain_lines(ranges: Iterable[tuple[bytes, int, int]]) -> Iterator[bytes]:
+    """Yield ranges (path, offset, length) as lines that `parse` reads.
+
+    Paths with tabs or line feeds are left out.
+    """
+    for path, offset, length in ranges:
+        if not any(byte in path for byte in (b"\t", b"\n")):
+            yield b"/%s\t%d\t%d\n" % (path, offset, length)

@@ -20,7 +20,7 @@ from bootseer.prefetch.record.hints import (
     plain_lines,
     trace_of,
 )
-from bootseer.prefetch.record.hotset import HotRange, HotSet, merge_traces
+from bootseer.prefetch.record.hotset import merge_traces
 from bootseer.prefetch.record.trace import Access, decode, encode
 from testbed.bounded import run_bounded
 
@@ -199,13 +199,11 @@ def test_too_much_is_refused() -> None:
 
 def test_a_hot_set_is_printed_and_read_again() -> None:
     hot = merge_traces(INDEX, "w", [hinted(b"abs\nwith space 1 2\nsparse").trace])
-    lines = b"".join(plain_lines(hot))
+    lines = b"".join(plain_lines((one.path, one.offset, one.length) for one in hot.ranges))
     assert lines.splitlines()[0] == b"/usr/lib/libc.so\t0\t12288"
     again = merge_traces(INDEX, "w", [hinted(lines).trace])
     assert again == hot
-    odd = HotSet(
-        INDEX, "w", 1, tuple(HotRange(p, b"", 0, 4096, 1) for p in (b"a\nb", b"a\tb", b"#"))
-    )
+    odd = [(path, 0, 4096) for path in (b"a\nb", b"a\tb", b"#")]
     assert list(plain_lines(odd)) == [b"/#\t0\t4096\n"]
     assert parse(b"/#\t0\t4096\n") == [Hint(b"/#", 0, 4096)]
 
