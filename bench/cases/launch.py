@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bench.model import Case, Column, Sample, Workspace, at_least, at_most, ratio_of, variant
+from testbed.needs import MissingError
 from testbed.processes import python_command, run_json
 
 _DEADLINE_S = 300.0
@@ -49,6 +50,8 @@ def _first(workspace: Workspace) -> Sample:
 
 
 def _second(workspace: Workspace) -> Sample:
+    if "demo" not in workspace.shared:
+        raise MissingError("the first launch failed")
     return sample_of(workspace.shared["demo"], "second")
 
 
