@@ -128,7 +128,7 @@ def _late_of_32() -> World:
 
 
 def _large(faults: bool) -> World:
-    """A start of 10,000 nodes: 1 GiB over lines of 10 Gbit/s, used to a tenth by each node."""
+    """Return a start of 10,000 nodes: 1 GiB over lines of 1 Gbit/s."""
     dice = random.Random(_SEED)
     hit = dice.sample(range(_MANY), _MANY // 100) if faults else []
     third = len(hit) // 3

@@ -1,4 +1,4 @@
-"""A hostile member with the job's key, which claims to have everything and sends wrong bytes."""
+"""Hostile member of a job: it has the key, claims to have every chunk, and sends none of them."""
 
 import contextlib
 import itertools

@@ -42,7 +42,7 @@ _GSO, _QUEUE = "gso_max_size 9000", 100
 
 @dataclass(frozen=True)
 class Scenario:
-    """Parameters of a measurement."""
+    """Parameters of one measurement."""
 
     nodes: int
     size: int = 16 << 20
@@ -82,7 +82,7 @@ class Report:
     uplink_copies: float
     """Bytes that came by the busiest uplink of a rack, by the size of the object."""
     fed: list[str]
-    """Who left whom, for people."""
+    """Sources of each node, as sentences."""
 
 
 class _Site:
@@ -172,7 +172,7 @@ class _Site:
                 raise MissingError(f"cannot enter a network: {os.strerror(ctypes.get_errno())}")
 
     def remove(self) -> None:
-        """Remove the remains of the laboratory."""
+        """Remove all namespaces that exist."""
         names = {self.netns(host) for host in self._hosts}
         for name in names | {self._switch(host) for host in self._hosts}:
             with contextlib.suppress(MissingError):
@@ -213,7 +213,7 @@ class _Process:
 
 
 class _Talk:
-    """One end of a connection between parent and child."""
+    """End of a connection between the parent and a child process, with lines of JSON."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -311,7 +311,7 @@ def _be_node(
             "fed": [
                 f"node {number}, tree {one.tree}: {one.byte_count >> 10} KiB by {one.source} in "
                 f"{one.seconds:.1f} s; {one.left_because}"
-                for one in exchange.fed()
+                for one in exchange.source_records()
             ],
         }
     )

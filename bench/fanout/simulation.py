@@ -27,7 +27,7 @@ from bootseer.fanout.trees import STORE, TREE_COUNT, Trees, chunks_of
 
 @dataclass(frozen=True)
 class World:
-    """Parameters of a simulation."""
+    """Parameters of one simulation."""
 
     nodes: int
     chunks: int = 256
@@ -53,7 +53,7 @@ class World:
 
 @dataclass
 class Outcome:
-    """Result of a simulation."""
+    """Result of one simulation."""
 
     alone_s: float
     took_s: dict[int, float]
@@ -123,7 +123,7 @@ class _Node:
 
 
 def _share(rate: float, limits: list[float]) -> float:
-    """Return the rate that a line gives to a stream: a fair share, since others may be limited."""
+    """Return a stream's fair share of a line; `limits`: what each stream can take."""
     left = len(limits)
     for limit in sorted(limits):
         if limit >= rate / left:
@@ -133,7 +133,7 @@ def _share(rate: float, limits: list[float]) -> float:
 
 
 class Simulation:
-    """One run. Not thread-safe."""
+    """Discrete-event simulation of one object. Not thread-safe."""
 
     def __init__(self, world: World) -> None:
         self.world = world

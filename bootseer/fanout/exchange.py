@@ -1,12 +1,12 @@
-"""Exchange of a node: receives objects from other nodes of its job and sends them on.
+"""Exchange of objects between the nodes of a job: one node receives them and sends them on.
 
 Each object that the node joins is a `_Share`: a file that fills up with verified chunks. For each
 of its two trees a task (`_follow`) carries out the `SourcePlan`: it reads from another node or from
 the store, and changes when the plan says so. Others are served straight from the file, by sendfile.
 
-Chunks are verified before they are written, and only written chunks are told of, used or sent. An
-object whose file cannot be written any more fails: its users read the store, and its children go
-elsewhere.
+Chunks are verified before they are written, and only written chunks are offered, used or sent. An
+object whose file cannot be written any more fails: its users read the store, and its children
+read from other nodes.
 
 Thread safety: any thread may call the public methods of `Exchange`. All else runs in the thread of
 its event loop. The lock of a share guards what both see. An exchange does not survive fork(2).
@@ -86,8 +86,8 @@ class Origin(Protocol):
         """Return the bytes of one chunk."""
 
 
-class Fed(Struct):
-    """Bytes of one tree of an object from one source, for the report."""
+class SourceRecord(Struct):
+    """Bytes that one source sent of one tree of an object, for the report."""
 
     name: bytes
     tree: int
@@ -99,7 +99,7 @@ class Fed(Struct):
 
 
 class _Stream:
-    """A child that is fed."""
+    """Stream to a node that is fed."""
 
     __slots__ = ("sending_s",)
 
@@ -118,7 +118,7 @@ class _Buffer:
 
 
 class _Share:
-    """An object on this node: its list, its file, and who wants it."""
+    """State of one object on this node: list of chunks, file, sources and streams."""
 
     def __init__(self, name: bytes) -> None:
         self.name = name
@@ -144,7 +144,7 @@ class _Share:
         self._spare: list[_Buffer] = []
 
     def joined(self, origin: Origin, file: int) -> None:
-        """Begin: the file is written from now on."""
+        """Set the store and the file of the object."""
         self.origin, self.file = origin, file
         self.moved_s = time.monotonic()
 
@@ -154,7 +154,7 @@ class _Share:
         return chunks is not None and self.counts[tree] == chunks_of(tree, len(chunks.lengths))
 
     def accept_list(self, data: bytes | memoryview) -> None:
-        """Keep the list of chunks. Raises: CorruptError."""
+        """Set the list of chunks. Raises: CorruptError if it does not match the object's name."""
         if self.chunks is None:
             chunks = decode_list(bytes(data), self.name)
             with self.lock:
@@ -164,7 +164,7 @@ class _Share:
             self._tell(*range(TREE_COUNT))
 
     def describe(self) -> None:
-        """Tell the plans of what size the object is, where it is known."""
+        """Pass the size of the object to the plans, if it is known."""
         if self.chunks is not None:
             count = len(self.chunks.lengths)
             for tree, plan in enumerate(self.plans):
@@ -214,13 +214,13 @@ class _Share:
             self._spare.append(buffer)
 
     def fail(self, error: BootseerError) -> None:
-        """End: nothing more is written or sent."""
+        """Fail the object: nothing more is written or sent."""
         with self.lock:
             self.error = self.error or error
         self._tell(*range(TREE_COUNT))
 
     def _tell(self, *trees: int) -> None:
-        """Wake who waits for chunks here, and the streams of these trees."""
+        """Wake the threads that wait for chunks, and the streams of these trees."""
         with self.lock:
             self.lock.notify_all()
         for tree in trees:
@@ -228,7 +228,7 @@ class _Share:
                 settle(stream, True)
 
     async def more(self, tree: int, limit_s: float) -> bool:
-        """Wait until there is more to send; False: there was nothing for `limit_s`."""
+        """Wait for more chunks to send; return False if none came for `limit_s`."""
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[bool] = loop.create_future()
         timer = loop.call_later(limit_s, settle, ready, False)
@@ -240,7 +240,7 @@ class _Share:
             self.waiting[tree].discard(ready)
 
     def offer(self, own: int, tree: int) -> Offer:
-        """Return what this node says of itself."""
+        """Return this node's offer."""
         now_s = time.monotonic()
         streams = sum(
             one.sending_s is None or now_s - one.sending_s < STUCK_S for one in self.streams
@@ -252,7 +252,7 @@ class _Share:
 
 
 class Exchange(Closing):
-    """Gets objects from the nodes of the job, and feeds them."""
+    """Node of the fan-out: receives objects from the other nodes and sends them on."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class Exchange(Closing):
         self._spare: dict[int, tuple[float, Link]] = {}
         self._guests: Counter[str] = Counter()
         self._guest_count = 0
-        self._fed: list[Fed] = []
+        self._fed: list[SourceRecord] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._pool = ThreadPoolExecutor(2 * TREE_COUNT * _STORE_IN_FLIGHT, "fanout-store")
@@ -331,9 +331,8 @@ class Exchange(Closing):
         return os.pread(share.file, chunks.lengths[index], chunks.offsets[index])
 
     def decline(self, name: bytes) -> None:
-        """Note that this node does not need an object.
+        """Refuse an object that this node already has: nodes that ask for it do not wait.
 
-        Nodes that ask for it here go elsewhere at once, instead of waiting until it is joined.
         Raises: UnavailableError when closed.
         """
         self._call(self._decline(name))
@@ -341,10 +340,9 @@ class Exchange(Closing):
     def progress(
         self, name: bytes, known: Sequence[int], wait_s: float
     ) -> tuple[tuple[int, ...], bool]:
-        """Return the number of chunks of each tree of an object, and whether no more will come.
+        """Return the count of chunks of each tree of a joined object, and whether it has ended.
 
-        Chunks count from the first one on. Waits until the result differs from `known`, for at most
-        `wait_s`.
+        Waits until the counts differ from `known`, for `wait_s` at most.
         """
         share = self._shares[name]
         with share.lock:
@@ -353,11 +351,11 @@ class Exchange(Closing):
             return tuple(share.counts), share.error is not None
 
     def put(self, name: bytes, index: int, data: bytes) -> None:
-        """Hand in a chunk that a user has read from the store himself. Raises: CorruptError."""
+        """Add a chunk that a user has read from the store. Raises: CorruptError."""
         self._call(self._put(name, index, data))
 
-    def fed(self) -> list[Fed]:
-        """Return who fed this node so far, in the order in which they began."""
+    def source_records(self) -> list[SourceRecord]:
+        """Return the sources of this node so far, in the order in which they began."""
         return list(self._fed)
 
     def close(self) -> None:
@@ -436,7 +434,7 @@ class Exchange(Closing):
             self._accept_chunk(share, index, data)
 
     def _accept_chunk(self, share: _Share, index: int, data: bytes | memoryview) -> None:
-        """Raises: CorruptError. A disk that is full ends the object."""
+        """Add a chunk; a full disk fails the object. Raises: CorruptError."""
         try:
             share.accept(index, data)
         except OSError as error:
@@ -452,7 +450,7 @@ class Exchange(Closing):
         reading: asyncio.Task[Reason] | None = None
         helping: asyncio.Task[Reason] | None = None
         asking: asyncio.Task[list[Offer]] | None = None
-        fed = helped = Fed(share.name, tree, STORE)
+        fed = helped = SourceRecord(share.name, tree, STORE)
         try:
             while share.error is None and not share.is_whole(tree):
                 plan.count = share.counts[tree]
@@ -500,14 +498,14 @@ class Exchange(Closing):
             for task in (reading, helping, asking):
                 await _cancelled(task)
 
-    def _feeder(self, share: _Share, tree: int, source: int) -> Fed:
+    def _feeder(self, share: _Share, tree: int, source: int) -> SourceRecord:
         """Return a new line of the report."""
-        fed = Fed(share.name, tree, source)
+        fed = SourceRecord(share.name, tree, source)
         self._fed.append(fed)
         return fed
 
-    async def _read(self, share: _Share, tree: int, step: Take | Help, fed: Fed) -> Reason:
-        """Take chunks from a source until it is no good any more; return why."""
+    async def _read(self, share: _Share, tree: int, step: Take | Help, fed: SourceRecord) -> Reason:
+        """Read chunks from a source until it ends or fails; return the reason."""
         began_s = self._loop.time()
         try:
             if step.source == STORE:
@@ -525,8 +523,8 @@ class Exchange(Closing):
             fed.seconds = self._loop.time() - began_s
         return Reason.CLOSED
 
-    def _alive(self, share: _Share, tree: int, fed: Fed) -> Callable[[int], None]:
-        """Return what notes that bytes came from a source."""
+    def _alive(self, share: _Share, tree: int, fed: SourceRecord) -> Callable[[int], None]:
+        """Return a function that counts bytes of a source."""
         plan = share.plans[tree]
 
         def moved(count: int) -> None:
@@ -538,7 +536,9 @@ class Exchange(Closing):
 
         return moved
 
-    async def _read_node(self, share: _Share, tree: int, step: Take | Help, fed: Fed) -> Reason:
+    async def _read_node(
+        self, share: _Share, tree: int, step: Take | Help, fed: SourceRecord
+    ) -> Reason:
         """Read the frames of another node. Raises: CorruptError, TimeoutError, OSError."""
         node, plan = step.source, share.plans[tree]
         count = step.first if isinstance(step, Help) else share.counts[tree]
@@ -582,7 +582,7 @@ class Exchange(Closing):
         finally:
             link.close()
 
-    async def _read_store(self, share: _Share, tree: int, fed: Fed) -> None:
+    async def _read_store(self, share: _Share, tree: int, fed: SourceRecord) -> None:
         """Read the chunks of a tree from the store. Raises: CorruptError, OSError."""
         moved, origin, run = self._alive(share, tree, fed), share.origin, self._loop.run_in_executor
         assert origin is not None
@@ -618,7 +618,7 @@ class Exchange(Closing):
     # Asking
 
     async def _ask(self, share: _Share, tree: int, nodes: Sequence[int]) -> list[Offer]:
-        """Return the offers of the nodes that answer in time."""
+        """Return the offers of the nodes that answer within `ASK_S`."""
         offers: list[Offer] = []
         tasks = {self._loop.create_task(self._ask_one(share, tree, n, offers)) for n in nodes}
         try:

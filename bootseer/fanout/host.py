@@ -1,8 +1,9 @@
 """Process that takes part in a fan-out for one start and node: `python -m bootseer.fanout.host`.
 
-It listens for the other nodes (`exchange`) and for the processes of this one (`local`), and says so
-to `bootseer run`, which has begun it and waits for that alone. It ends when the start is ready,
-when the job has ended, or after a while. Light at first.
+The process listens for other nodes (`exchange`) and for the processes of this node (`local`), and
+reports to `bootseer run`, which waits for the report, that it listens. It ends when the start is
+ready, when the job has ended, or after a quarter of an hour. Heavy modules are imported after the
+report.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ _BACKLOG = 256
 
 
 class HostPlan(Struct, frozen=True, kw_only=True):
-    """Plan of the host process."""
+    """Plan of the fan-out's process, as `bootseer run` sends it."""
 
     settings: Settings
     membership: Membership
@@ -52,7 +53,7 @@ def main() -> int:
 
 
 def _host(line: bytes, report: Report) -> None:
-    """Raises: BootseerError, OSError."""
+    """Take part as the plan in `line` says. Raises: BootseerError, OSError."""
     plan = from_line(line, HostPlan)
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -73,7 +74,7 @@ def _host(line: bytes, report: Report) -> None:
 
 
 def _listener(own: Member) -> socket.socket:
-    """Return the socket to which the other nodes connect. Raises: BootseerError."""
+    """Return a socket that listens at the node's port. Raises: BootseerError."""
     address = own.host if own.host.replace(".", "").isdigit() else ""
     try:
         if address or not socket.has_dualstack_ipv6():

@@ -1,7 +1,7 @@
-"""A node's part in a fan-out: objects that its processes ask for, received, fed on, and noted.
+"""Service that receives the objects which the processes of a node ask for.
 
-`take_part` is all of the process's life (`host`). The main thread waits for the end of the start
-and for clients; each client has a thread, which tells it how far its object has come.
+`take_part` is the main function of the process (`host`). The main thread waits for the end of the
+start and for clients; each client has a thread, which reports the progress of its object.
 """
 
 import array
@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from bootseer.base.requests import request_counts
 from bootseer.errors import BootseerError, CorruptError, NoSpaceError
-from bootseer.fanout.exchange import Exchange, Fed
+from bootseer.fanout.exchange import Exchange, SourceRecord
 from bootseer.fanout.host import HostPlan
 from bootseer.fanout.keys import key_of, shared_secret
 from bootseer.fanout.local import (
@@ -59,7 +59,7 @@ _SPARE_SHARE = 0.5
 
 
 def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket) -> None:
-    """Receive objects and send them to other nodes until the start has ended.
+    """Receive objects and send objects on until the start is over.
 
     Raises: BootseerError, OSError.
     """
@@ -83,13 +83,13 @@ def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket) -> None
         )
         probe.start()
         _wait_for_end(plan, ours, objects)
-        _note(plan, exchange.fed(), is_alone=objects.has_given_up)
+        _note(plan, exchange.source_records(), is_alone=objects.has_given_up)
 
 
 def _give_up_alone(membership: Membership, trees: Trees, objects: "_Objects") -> None:
-    """End the fan-out of this node if the port of other nodes is blocked.
+    """Stop the fan-out of this node if the port of the other nodes is blocked.
 
-    A packet without an answer costs each object seconds, a refusal costs nothing.
+    An unanswered packet costs each object seconds; a refused connection costs nothing.
     """
     members, own = membership.members, membership.own
     found = [node for tree in range(TREE_COUNT) for node in trees.ancestors(tree, own)[:2]]
@@ -119,10 +119,7 @@ def are_silent(addresses: Sequence[tuple[str, int]], limit_s: float) -> bool:
 
 
 def _wait_for_end(plan: HostPlan, ours: socket.socket, objects: "_Objects") -> None:
-    """Take clients until the start is ready, or the job or the time window has ended.
-
-    Also ends when nothing more is brought.
-    """
+    """Accept clients until the start is ready, the job or the window ends, or the fan-out stops."""
     until_s = time.monotonic() + _WINDOW_S
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
@@ -175,10 +172,10 @@ class _Object(Struct, frozen=True):
 
 
 class _Objects:
-    """Objects that the processes of this node have requested."""
+    """Objects that the processes of this node have asked for."""
 
     def __init__(self, plan: HostPlan, exchange: Exchange, stack: contextlib.ExitStack) -> None:
-        """Make an empty table; `stack` closes the files of its objects."""
+        """Create the folder of the objects; `stack` closes opened files and stores."""
         self._settings, self._exchange, self._stack = plan.settings, exchange, stack
         self._folder = private_directory(plan.settings.cache_dir / "fanout")
         self._found: dict[bytes, _Object] = {}
@@ -248,7 +245,7 @@ class _Objects:
                 yield (IS_COMING, *counts)
 
     def _receive(self, wanted: SharedObject) -> _Object | None:
-        """Request an object from the fan-out; return None if it is not wanted.
+        """Join an object unless it is joined already; return None if the node does not want it.
 
         Raises: BootseerError, OSError.
         """
@@ -303,8 +300,8 @@ class _Objects:
 # ---- the timeline -----------------------------------------------------------------------------
 
 
-def _note(plan: HostPlan, fed: list[Fed], *, is_alone: bool) -> None:
-    """Note on the timeline of the start who fed this node."""
+def _note(plan: HostPlan, fed: list[SourceRecord], *, is_alone: bool) -> None:
+    """Write the sources of this node to the timeline of the start."""
     membership = plan.membership
     names = [one.name for one in membership.members]
     own = membership.members[membership.own]
@@ -331,12 +328,12 @@ def _note(plan: HostPlan, fed: list[Fed], *, is_alone: bool) -> None:
             span.set("bootseer.fallback", fallback)
 
 
-def _lost_s(one: Fed) -> float:
+def _lost_s(one: SourceRecord) -> float:
     return one.seconds
 
 
-def _told(one: Fed, names: list[str]) -> str:
-    """Return a clause about one source: "was fed by n9 at 40.0 MB/s; left it after 0.8 s"."""
+def _told(one: SourceRecord, names: list[str]) -> str:
+    """Return the sentence for one source: "was fed by n9 at 40.0 MB/s; left it after 0.8 s"."""
     source = "the store" if one.source == STORE else names[one.source]
     rate = one.byte_count / one.seconds / 1e6 if one.seconds > 0 else 0.0
     sentence = f"was fed by {source} at {rate:.1f} MB/s"

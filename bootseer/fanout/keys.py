@@ -1,7 +1,8 @@
-"""The key of a start: 32 bytes by which its nodes know each other, from a secret that all have.
+"""Keys of starts: 32 bytes with which the nodes of a start authenticate each other.
 
-Alone decides how a secret is written, which file is believed, and how a key is made of it. No key
-and no secret reaches a log, an argument of a process, a timeline or an error. Any thread.
+This module alone knows how a secret is written, which key files are trusted, and how a key is
+derived from a secret. No key and no secret reaches a log, an argument of a process, a timeline or
+an error. Any thread.
 """
 
 import binascii
@@ -65,7 +66,9 @@ def read_key_file(path: Path) -> bytes:
 
 
 def shared_secret(store: "Store", start: tuple[str, str, str]) -> bytes:
-    """Return the secret of a start that its first node has put into the store.
+    """Return the secret of a start (job, submission, attempt) from the store.
+
+    The first node of the start creates the secret; every reader of the store can read it.
 
     Everybody who can read the store can read it. Raises: BootseerError.
     """
@@ -78,10 +81,10 @@ def shared_secret(store: "Store", start: tuple[str, str, str]) -> bytes:
 
 
 def key_of(secret: bytes, members_digest: bytes, *start: str) -> bytes:
-    """Return the key of a start: another one for each job, submission, attempt and list of nodes.
+    """Return the key of a start, derived from the secret, the list of nodes and the start's words.
 
-    Nodes that have different lists, and nodes of two jobs that share a secret, so do not get as far
-    as to talk to each other.
+    Nodes with different lists, and nodes of two jobs that share a secret, have different keys and
+    refuse each other.
     """
     words = b"\0".join(word.encode("utf-8", "surrogateescape") for word in start)
     return hmac.digest(secret, _PURPOSE + members_digest + words, hashlib.sha256)

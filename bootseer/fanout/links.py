@@ -125,7 +125,7 @@ def _room(length: int) -> memoryview:
 
 
 def settle(future: "asyncio.Future[bool]", value: bool) -> None:
-    """Set a future's result, unless it has one."""
+    """Set a future's result unless it is done already."""
     if not future.done():
         future.set_result(value)
 

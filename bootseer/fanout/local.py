@@ -157,7 +157,7 @@ class _Arriving:
     def read(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> bool:
         """Fill `buffer` as the chunks arrive.
 
-        Return False if they do not arrive in time, or are not of this object.
+        Returns False if the chunks are late or belong to no chunk of this object.
         """
         pieces = self._pieces(key, offset, len(buffer))
         done = 0
@@ -171,9 +171,9 @@ class _Arriving:
         return bool(pieces)
 
     def _pieces(self, key: str, offset: int, length: int) -> list[tuple[int, int, int]]:
-        """Return (chunk, offset in it, length) for a range of an object.
+        """Return (chunk, offset in the chunk, length) for a range of an object.
 
-        Empty if a part of the range is in no chunk.
+        The result is empty if a part of the range is in no chunk.
         """
         places = self._places.get(key, [])
         at = bisect_right(places, offset, key=itemgetter(0)) - 1
@@ -231,7 +231,10 @@ class _Arriving:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Want no more of it. Reads end, and go to the store. The file goes with this object."""
+        """Stop waiting for the object: reads go to the store.
+
+        The file stays open as long as this object exists.
+        """
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -247,7 +250,7 @@ class SharedReads(Closing):
     """
 
     def __init__(self, settings: Settings, read: Reader) -> None:
-        """`read`: of the store."""
+        """Create the reader; `read` reads the store."""
         self._settings = settings
         self._read = read
         self._arriving: dict[str, _Arriving] = {}
@@ -259,8 +262,8 @@ class SharedReads(Closing):
     def share(self, url: str, chunks: Sequence[Chunk]) -> bool:
         """Request `chunks` of the store `url` from the fan-out, in this order.
 
-        Return False if this start has no fan-out, or cannot share them. `read` waits for the
-        bytes later.
+        `read` then waits for their bytes. Returns False if the start has no fan-out or cannot share
+        the chunks.
         """
         arriving = _ask_quietly(self._settings, SharedObject(url, tuple(chunks)))
         if arriving is None:
@@ -274,10 +277,7 @@ class SharedReads(Closing):
         return True
 
     def decline(self, url: str, chunks: Sequence[Chunk]) -> None:
-        """Tell other nodes that this one has `chunks`, from an earlier start.
-
-        They then do not wait until it gets them.
-        """
+        """Tell the other nodes that this one has `chunks` of an earlier start: they do not wait."""
         decline(self._settings, url, chunks)
 
     def read(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
@@ -293,7 +293,7 @@ class SharedReads(Closing):
         return self._read(key, offset, buffer, attempt)
 
     def close(self) -> None:
-        """Want nothing more of the fan-out. Idempotent."""
+        """Stop all requests to the fan-out. Idempotent."""
         with self._lock:
             self._is_closed = True
             arriving = set(self._arriving.values())
@@ -302,12 +302,12 @@ class SharedReads(Closing):
 
 
 def decline(settings: Settings, url: str, chunks: Sequence[Chunk]) -> None:
-    """Tell other nodes that this one has `chunks`; see `SharedReads.decline`."""
+    """Tell the other nodes that this one has `chunks`; see `SharedReads.decline`."""
     _ask_quietly(settings, SharedObject(url, tuple(chunks), is_wanted=False))
 
 
 def _ask_quietly(settings: Settings, wanted: SharedObject) -> _Arriving | None:
-    """`_ask` the process of this start; None where there is none."""
+    """Request an object from the process of this start; return None if there is no process."""
     if not settings.fanout or not can_be_shared(wanted.chunks):
         return None
     # Here: a start without a fan-out needs none of it.
@@ -321,9 +321,9 @@ def _ask_quietly(settings: Settings, wanted: SharedObject) -> _Arriving | None:
 
 
 def _ask(name: bytes, wanted: SharedObject) -> _Arriving | None:
-    """Ask the host process for an object; return None if the object is not wanted.
+    """Request an object; return None for one that is not wanted.
 
-    Raises: OSError if there is no such process.
+    Raises: OSError if no process takes part.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -52,9 +52,9 @@ class Membership(Struct, frozen=True):
     own: int = -1
     """Index of this node in `members`."""
     origin: str = ""
-    """Who told the list: "Slurm"."""
+    """Source of the list: "Slurm"."""
     reason: str = ""
-    """Why there are no members, as a sentence without its end."""
+    """Reason why there are no members, as a sentence without its end."""
 
     @property
     def digest(self) -> bytes:
@@ -63,12 +63,12 @@ class Membership(Struct, frozen=True):
         return hashlib.sha256("".join(lines).encode()).digest()
 
 
-class Told(Struct, frozen=True, kw_only=True):
+class StartFacts(Struct, frozen=True, kw_only=True):
     """Information about a start that one of its nodes has."""
 
     environ: Mapping[str, str]
     names: tuple[str, ...]
-    """What this host is called: its name, and those beside it in /etc/hosts."""
+    """Names of this host: its own, and those beside it in /etc/hosts."""
     node: str = ""
     """The setting `node`."""
     port: int
@@ -81,19 +81,19 @@ class Told(Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
 
 
-def find_members(told: Told) -> Membership:
+def find_members(facts: StartFacts) -> Membership:
     """Return the members of the start. Raises: InvalidInputError, where a list cannot be right."""
     for source in (_from_setting, _from_slurm, _from_volcano, _from_pod):
-        found = source(told)
+        found = source(facts)
         if isinstance(found, str):
             return Membership(reason=found)
         if found is not None:
-            return _checked(found, told)
-    return Membership(reason=_unknown(told.environ))
+            return _checked(found, facts)
+    return Membership(reason=_unknown(facts.environ))
 
 
 def port_of(*start: str) -> int:
-    """Return the port of a start, which all nodes compute from job, submission and attempt."""
+    """Return the port of a start, computed from its job, submission and attempt."""
     number = int.from_bytes(hashlib.sha256("\0".join(start).encode()).digest()[:8], "big")
     return PORT_FIRST + number % PORT_COUNT
 
@@ -105,28 +105,25 @@ class _Found(Struct, frozen=True):
     members: Sequence[Member]
     origin: str
     names: tuple[str, ...] = ()
-    """What this node is called in the list, beside `Told.names`."""
+    """What this node is called in the list, beside `StartFacts.names`."""
 
 
 _Answer = _Found | str | None
 """The list of a source; why it has none although it should; None where it says nothing."""
 
 
-def _from_setting(told: Told) -> _Answer:
-    if told.hosts == AUTO:
+def _from_setting(facts: StartFacts) -> _Answer:
+    if facts.hosts == AUTO:
         return None
-    if told.hosts.startswith("/"):
-        members = _host_file(told.hosts_text, f"the file {told.hosts} (fanout_hosts)", told.port)
-        return _Found(members, told.hosts)
-    hosts = expand_hosts(told.hosts, "the setting fanout_hosts")
-    return _Found(_members(hosts, told.port), "the setting fanout_hosts")
+    if facts.hosts.startswith("/"):
+        members = _host_file(facts.hosts_text, f"the file {facts.hosts} (fanout_hosts)", facts.port)
+        return _Found(members, facts.hosts)
+    hosts = expand_hosts(facts.hosts, "the setting fanout_hosts")
+    return _Found(_members(hosts, facts.port), "the setting fanout_hosts")
 
 
 def _host_file(text: str, what: str, port: int) -> list[Member]:
-    """Return the members in a file of lines `HOST[:PORT] [SWITCH[.SWITCH...]]`.
-
-    "#" begins a comment.
-    """
+    """Return the members in a file of lines `HOST[:PORT] [SWITCH[.SWITCH...]]  # COMMENT`."""
     if len(text) > TEXT_BYTES_MAX:
         raise InvalidInputError(f"{what} is longer than {TEXT_BYTES_MAX} characters")
     members = []
@@ -148,43 +145,40 @@ def _host_file(text: str, what: str, port: int) -> list[Member]:
     return members
 
 
-def _from_slurm(told: Told) -> _Answer:
-    environ = told.environ
+def _from_slurm(facts: StartFacts) -> _Answer:
+    environ = facts.environ
     for variable in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         if text := environ.get(variable):
             break
     else:
         return None
     hosts = expand_hosts(text, variable)
-    places = _switches(told.topology_text, hosts) if told.topology_text else {}
+    places = _switches(facts.topology_text, hosts) if facts.topology_text else {}
     names = tuple(filter(None, [environ.get("SLURMD_NODENAME")]))
-    return _Found(_members(hosts, told.port, places), "Slurm", names)
+    return _Found(_members(hosts, facts.port, places), "Slurm", names)
 
 
-def _from_volcano(told: Told) -> _Answer:
+def _from_volcano(facts: StartFacts) -> _Answer:
     """Volcano's plug-in `svc` gives each pod the names of all tasks' pods, by kind of task."""
-    lists = [name for name in told.environ if name.startswith("VC_") and name.endswith("_HOSTS")]
+    lists = [name for name in facts.environ if name.startswith("VC_") and name.endswith("_HOSTS")]
     if not lists:
         return None
-    hosts = [host for name in sorted(lists) for host in expand_hosts(told.environ[name], name)]
-    return _Found(_members(hosts, told.port), "Volcano")
+    hosts = [host for name in sorted(lists) for host in expand_hosts(facts.environ[name], name)]
+    return _Found(_members(hosts, facts.port), "Volcano")
 
 
 _NUMBERED = re.compile(r"(.+)-(0|[1-9][0-9]{0,5})")
 _KUBEFLOW = re.compile(r"(.+)-(master|worker)-(?:0|[1-9][0-9]{0,5})")
 
 
-def _from_pod(told: Told) -> _Answer:
-    """Return the members of a start in pods of one controller.
-
-    The pods are called PREFIX-0 to PREFIX-(N-1), behind a service with an address for each.
-    """
-    environ = told.environ
+def _from_pod(facts: StartFacts) -> _Answer:
+    """Return the pods of one controller: PREFIX-0 to PREFIX-(N-1) behind a headless service."""
+    environ = facts.environ
     if "KUBERNETES_SERVICE_HOST" not in environ:
         return None
-    full = max(told.names, key=lambda name: name.count("."), default="")
+    full = max(facts.names, key=lambda name: name.count("."), default="")
     name, _, domain = full.partition(".")
-    count = node_count(environ, told.command)
+    count = node_count(environ, facts.command)
     if count is None:
         return (
             "nobody tells how many pods there are (PET_NNODES, or torchrun's --nnodes): name them "
@@ -196,7 +190,7 @@ def _from_pod(told: Told) -> _Answer:
     # Kubeflow's jobs have a service for each pod, called as the pod is.
     if job := _KUBEFLOW.fullmatch(name):
         names = [f"{job[1]}-master-0", *(f"{job[1]}-worker-{one}" for one in range(count - 1))]
-        return _Found(_members([f"{one}{suffix}" for one in names], told.port), "Kubernetes")
+        return _Found(_members([f"{one}{suffix}" for one in names], facts.port), "Kubernetes")
     numbered = _NUMBERED.fullmatch(name)
     if numbered is None:
         return "this pod's name has no number, so that nobody can name the others"
@@ -205,17 +199,17 @@ def _from_pod(told: Told) -> _Answer:
     names = [f"{numbered[1]}-{one}" for one in range(count)]
     if name not in names:
         return f"this pod is number {numbered[2]}, and there are {count}: name all in fanout_hosts"
-    return _Found(_members([f"{one}{suffix}" for one in names], told.port), "Kubernetes")
+    return _Found(_members([f"{one}{suffix}" for one in names], facts.port), "Kubernetes")
 
 
 def node_count(environ: Mapping[str, str], command: Sequence[str]) -> int | None:
-    """Return the number of nodes that torchrun is told; None where it is not told, or may vary."""
-    told = [environ.get(name, "") for name in ("PET_NNODES", "NNODES")]
+    """Return the number of nodes of torchrun; None if it is unknown or may vary."""
+    texts = [environ.get(name, "") for name in ("PET_NNODES", "NNODES")]
     for place, word in enumerate(command):
         option, is_joined, value = word.partition("=")
         if option in ("--nnodes", "-nnodes"):
-            told.append(value if is_joined else "".join(command[place + 1 : place + 2]))
-    for text in told:
+            texts.append(value if is_joined else "".join(command[place + 1 : place + 2]))
+    for text in texts:
         first, _, last = text.partition(":")
         if first.isascii() and first.isdigit() and len(first) < 7 and last in ("", first):
             return int(first)
@@ -243,7 +237,7 @@ def _too_few(count: int) -> str:
     return f"{count} {'node is' if count == 1 else 'nodes are'} fewer than {MEMBERS_MIN}"
 
 
-def _checked(found: _Found, told: Told) -> Membership:
+def _checked(found: _Found, facts: StartFacts) -> Membership:
     members = found.members
     if len(members) < MEMBERS_MIN:
         return Membership(origin=found.origin, reason=_too_few(len(members)))
@@ -255,7 +249,7 @@ def _checked(found: _Found, told: Told) -> Membership:
             )
         seen.add(one.name)
     ordered = _by_place(members)
-    names = tuple(dict.fromkeys(filter(None, (*found.names, told.node, *told.names))))
+    names = tuple(dict.fromkeys(filter(None, (*found.names, facts.node, *facts.names))))
     own = _own_index(ordered, names)
     if own is None:
         called = ", ".join(names)
@@ -267,9 +261,9 @@ def _checked(found: _Found, told: Told) -> Membership:
 
 
 def _own_index(members: Sequence[Member], names: Iterable[str]) -> int | None:
-    """Return the index of the member with one of these names; the first fitting name counts.
+    """Return the index of the member with the first of these names that is in the list.
 
-    A short name fits a full one if only one member has it.
+    A short name matches a full name if only one member has it.
     """
     indexes = {one.name: number for number, one in enumerate(members)}
     short: dict[str, list[int]] = {}
@@ -286,10 +280,7 @@ def _own_index(members: Sequence[Member], names: Iterable[str]) -> int | None:
 
 
 def _by_place(members: Sequence[Member]) -> tuple[Member, ...]:
-    """Return the members, with those behind one switch next to each other, at each level.
-
-    Otherwise the order does not change.
-    """
+    """Return the members ordered by switch, at each level; else in the given order."""
     first: dict[tuple[str, ...], int] = {}
 
     def rank(member: Member) -> tuple[int, ...]:
@@ -303,10 +294,10 @@ def _by_place(members: Sequence[Member]) -> tuple[Member, ...]:
 
 
 def topology_files(environ: Mapping[str, str]) -> tuple[Path, ...]:
-    """Return the possible paths of Slurm's topology.conf on this node.
+    """Return the paths at which Slurm's topology.conf may be on this node.
 
-    Empty if the cluster has no switches, or this is not a job of Slurm. SLURM_CONF is set in jobs
-    of clusters whose nodes get their configuration from the controller.
+    Empty if the cluster has no switches, or outside Slurm. SLURM_CONF is set in jobs of clusters
+    whose nodes get their configuration from the controller.
     """
     levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
     if levels == ["node"] or levels == [""]:
@@ -322,22 +313,22 @@ _LEVELS_MAX = 16
 
 
 def _switches(text: str, hosts: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the switches above each of `hosts`, the topmost first, by Slurm's topology.conf.
+    """Return the switches above each of `hosts`, the topmost first.
 
-    It is read as the plug-ins tree and block write it. A line that cannot be read is left out,
-    because it only influences the order.
+    `text`: topology.conf of the plug-ins tree and block. Unreadable lines are ignored, since they
+    affect the order alone.
     """
     above: dict[str, str] = {}
     leaf: dict[str, str] = {}
     wanted = set(hosts)
     for line in text[:TEXT_BYTES_MAX].splitlines():
         words = (word.partition("=") for word in line.partition("#")[0].split())
-        told = {name.lower(): value for name, _, value in words}
-        switch = told.get("switchname") or told.get("blockname")
+        fields = {name.lower(): value for name, _, value in words}
+        switch = fields.get("switchname") or fields.get("blockname")
         if not switch:
             continue
         for below, into in (("switches", above), ("nodes", leaf)):
-            names = _quietly(expand_hosts, told.get(below, ""))
+            names = _quietly(expand_hosts, fields.get(below, ""))
             for name in names:
                 if (below == "switches" or name in wanted) and len(into) < _SWITCHES_MAX:
                     into.setdefault(name, switch)

@@ -92,7 +92,7 @@ _TOP_COUNT, _NEWEST_MAX, _SEARCHES_MAX = 7, 4, 4
 
 
 class Reason(Enum):
-    """Reason for which a node leaves its source."""
+    """Reason why a source is left."""
 
     WRONG = "it sent wrong bytes"
     SILENT = "it was silent"
@@ -125,7 +125,7 @@ _BAN_S = {
 
 
 class Offer(Struct, frozen=True):
-    """Report of a node about itself, in answers and, as a source, with each chunk."""
+    """State that a node reports: in an answer, and as a source with each chunk."""
 
     node: int
     count: int
@@ -314,7 +314,7 @@ class SourcePlan:
         self._meter.add(now_s, byte_count)
 
     def offered(self, now_s: float, offer: Offer) -> None:
-        """Note the report of the source."""
+        """Note an offer of the source."""
         self._alive_s, last = now_s, self._offer
         if offer.path != last.path:
             self._path_changed_s = now_s
@@ -362,7 +362,7 @@ class SourcePlan:
         return 0 < self.length == self.count
 
     def offer(self, now_s: float, streams: int) -> Offer:
-        """Return the node's report while it feeds `streams` nodes."""
+        """Return the node's offer; `streams`: nodes that it feeds."""
         newest = max(self._newest, key=self._newest.__getitem__, default=STORE)
         newest_age_s = now_s - self._newest.get(newest, now_s)
         age_s = now_s - self._job_s
@@ -382,7 +382,7 @@ class SourcePlan:
         return () if self.source is None else (self.source, *self._offer.path)[:PATH_MAX]
 
     def step(self, now_s: float) -> Step | None:
-        """Return what to do now. Call it every 0.1 s or so, and after `lost`."""
+        """Return the next step, if any. Call every 0.1 s or so, and after `lost`."""
         self._meter.measure(now_s, None if self.other is None else self.other._meter)
         if self._patience > 1 and now_s - self._since_s > 2.0 and not self._meter.is_low:
             self._patience = 1.0
@@ -429,7 +429,7 @@ class SourcePlan:
             self.lost(now_s, Reason.IDLE if is_idle else Reason.SILENT)
 
     def answered(self, now_s: float, offers: Iterable[Offer]) -> Step | None:
-        """Return what to do, now that these of the asked nodes have answered."""
+        """Return the next step after an `Ask`; `offers`: the answers that came in time."""
         by_node = {one.node: one for one in offers}
         for one in by_node.values():
             self._job_s = min(self._job_s, now_s - one.age_s)
@@ -597,10 +597,7 @@ class SourcePlan:
 
     @property
     def _wants_help(self) -> bool:
-        """Return whether the other tree is complete, and this one takes long enough.
-
-        Half of the line is free then.
-        """
+        """Whether half of the line is free, since the other tree is whole, and this one is not."""
         if self.helper is not None or self.other is None or not self.other.is_whole:
             return False
         rate = self._meter.best if math.isinf(self._meter.rate) else self._meter.rate
@@ -612,7 +609,7 @@ class SourcePlan:
 
     @property
     def _lead(self) -> int:
-        """Return the number of chunks that another node must be ahead to be worth a move."""
+        """Number of chunks that another node must be ahead to be worth a move."""
         return max(2, self._chunks_in(_LEAD_S))
 
     # Choice

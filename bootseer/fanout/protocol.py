@@ -79,7 +79,7 @@ class Request(Struct, frozen=True):
 
 
 class Frame(Struct, frozen=True):
-    """Header of a source's message: `length` bytes of payload follow."""
+    """Head of a frame of a source; `length` bytes of payload follow."""
 
     kind: int
     length: int
@@ -87,7 +87,7 @@ class Frame(Struct, frozen=True):
 
 
 def decode_hello(data: bytes | memoryview) -> Hello:
-    """Raises: UnknownFormatError."""
+    """Decode the first message. Raises: UnknownFormatError."""
     magic, version, child, source, nonce = _HELLO.unpack(data)
     if (magic, version) != (_MAGIC, VERSION):
         raise UnknownFormatError("a connection speaks another protocol, or another version")
@@ -95,7 +95,7 @@ def decode_hello(data: bytes | memoryview) -> Hello:
 
 
 def decode_request(data: bytes | memoryview) -> Request:
-    """Raises: CorruptError."""
+    """Decode a request. Raises: CorruptError."""
     operation, tree, flags, count, name = _REQUEST.unpack(data)
     if operation not in (ASK, FEED) or tree >= TREE_COUNT or flags > 3:
         raise CorruptError("a request that nobody makes")
@@ -139,7 +139,7 @@ def encode_frame(kind: int, length: int, offer: Offer) -> bytes:
 
 
 def decode_frame(data: memoryview, node: int, node_count: int) -> Frame:
-    """Raises: CorruptError."""
+    """Decode the head of a frame. Raises: CorruptError."""
     kind, length = _FRAME.unpack_from(data)
     if length > _LENGTH_MAX.get(kind, -1):
         raise CorruptError(f"node {node} sends a frame of an unknown kind or too large")
@@ -147,12 +147,12 @@ def decode_frame(data: memoryview, node: int, node_count: int) -> Frame:
 
 
 def proof(key: bytes, role: bytes, hello: Hello, nonce: bytes) -> bytes:
-    """Return what `role`, b"source" or b"child", proves itself with; `nonce` is the source's."""
+    """Return the proof of `role`, b"source" or b"child"; `nonce` is the source's."""
     return hmac.digest(key, b"bootseer fan-out\0" + role + b"\0" + hello.encode() + nonce, "sha256")
 
 
 def is_proof(
     given: bytes | memoryview, key: bytes, role: bytes, hello: Hello, nonce: bytes
 ) -> bool:
-    """Whether `given` is the proof, in constant time."""
+    """Return whether `given` is the proof, in constant time."""
     return hmac.compare_digest(given, proof(key, role, hello, nonce))

@@ -43,11 +43,11 @@ class Trees:
             self._children.append(children)
 
     def parent(self, tree: int, node: int) -> int:
-        """Return the node that feeds `node`, or STORE."""
+        """Return the parent of `node`, or STORE."""
         return self._parents[tree][node]
 
     def children(self, tree: int, node: int) -> Sequence[int]:
-        """Return the nodes that `node` feeds, at most two."""
+        """Return the children of `node`, at most two."""
         return self._children[tree][node]
 
     def ancestors(self, tree: int, node: int) -> list[int]:

@@ -14,7 +14,7 @@ from bootseer.errors import BootseerError, from_oserror
 from bootseer.fanout import keys
 from bootseer.fanout.host import HostPlan
 from bootseer.fanout.hostlist import TEXT_BYTES_MAX
-from bootseer.fanout.membership import AUTO, Told, find_members, port_of, topology_files
+from bootseer.fanout.membership import AUTO, StartFacts, find_members, port_of, topology_files
 from bootseer.launch.job import Say
 from bootseer.linux.processes import ProcessId
 from bootseer.served.processes import FANOUT, start
@@ -45,7 +45,7 @@ def find_plan(settings: Settings, command: Sequence[str], secret: str) -> HostPl
     if is_default_store(settings):
         return None
     start = (settings.job, settings.submission, str(settings.attempt))
-    membership = find_members(_told(settings, command, start))
+    membership = find_members(_start_facts(settings, command, start))
     if not membership.members:
         return None
     return HostPlan(
@@ -66,7 +66,9 @@ def _begin(plan: HostPlan) -> None:
     add_ready_names(os.environ, plan.ready_name)
 
 
-def _told(settings: Settings, command: Sequence[str], start: tuple[str, str, str]) -> Told:
+def _start_facts(
+    settings: Settings, command: Sequence[str], start: tuple[str, str, str]
+) -> StartFacts:
     hosts, hosts_text = settings.fanout_hosts, ""
     if hosts.startswith("/"):
         try:
@@ -79,7 +81,7 @@ def _told(settings: Settings, command: Sequence[str], start: tuple[str, str, str
             with contextlib.suppress(OSError):
                 topology_text = _text(path)
                 break
-    return Told(
+    return StartFacts(
         environ=os.environ,
         names=_names(),
         node=settings.node,

@@ -27,9 +27,11 @@ def test_all_nodes_get_an_object_of_which_the_store_sends_one_copy(job: FanoutJo
     job.join(content)
     job.check(content)
     assert content.reads == 41
-    fed = [one for node in job.nodes.values() for one in node.fed()]
+    fed = [one for node in job.nodes.values() for one in node.source_records()]
     assert sum(one.byte_count for one in fed if one.source == STORE) == len(content.data)
-    assert {one.source for one in job.nodes[0].fed()} == {Trees(6).parent(t, 0) for t in (0, 1)}
+    assert {one.source for one in job.nodes[0].source_records()} == {
+        Trees(6).parent(t, 0) for t in (0, 1)
+    }
 
 
 def test_an_object_of_one_chunk_and_two_objects_at_once(job: FanoutJob) -> None:
@@ -160,7 +162,7 @@ def test_a_node_that_has_an_object_is_not_waited_for(job: FanoutJob) -> None:
         job.nodes[number].decline(content.name)
     job.join(content, 5)
     job.check(content, 5)
-    fed = [one for one in job.nodes[5].fed() if one.source != STORE]
+    fed = [one for one in job.nodes[5].source_records() if one.source != STORE]
     assert fed
     # They said so, and were not left because they stayed silent or had nothing.
     assert {one.left_because for one in fed} == {Reason.BUSY.value}

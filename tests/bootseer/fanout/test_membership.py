@@ -14,7 +14,7 @@ from bootseer.fanout.membership import (
     PORT_COUNT,
     PORT_FIRST,
     Membership,
-    Told,
+    StartFacts,
     find_members,
     port_of,
     topology_files,
@@ -100,7 +100,7 @@ def test_any_text_is_names_or_one_error(text: str) -> None:
 
 def _found(environ: dict[str, str], *names: str, **told: Any) -> Membership:
     own: dict[str, Any] = {"names": names or ("n1",), "port": 27001, **told}
-    return find_members(Told(environ=environ, **own))
+    return find_members(StartFacts(environ=environ, **own))
 
 
 def _hosts(found: Membership) -> list[str]:

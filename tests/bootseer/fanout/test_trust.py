@@ -111,7 +111,12 @@ def test_a_member_with_another_key_gets_and_gives_nothing(job: FanoutJob) -> Non
     job.start(stranger, key=bytes(32))
     job.join(content)
     job.check(content)
-    sources = {one.source for n, node in job.nodes.items() for one in node.fed() if one.byte_count}
+    sources = {
+        one.source
+        for n, node in job.nodes.items()
+        for one in node.source_records()
+        if one.byte_count
+    }
     assert stranger not in sources
     # It has read the store by itself.
     assert content.reads == 12
