@@ -12,11 +12,9 @@ from typing import BinaryIO
 
 from msgspec.structs import replace
 
-from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
-from bootseer.blob.pack.plain_writer import local_blob
+from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter, TarWriter, local_blob
 from bootseer.blob.pack.tar_packing import (
     IMPLIED_DIRECTORY,
-    TarWriter,
     Unpacked,
     copy_end,
     copy_member,

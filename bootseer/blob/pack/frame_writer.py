@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import BinaryIO, NamedTuple, Self
+from typing import BinaryIO, NamedTuple, Protocol, Self
 
 import zstandard
 
@@ -39,6 +39,25 @@ _Frame = list[bytes | memoryview]
 def usable_cpus() -> int:
     """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+class TarWriter(Protocol):
+    """Destination of a tar stream that is copied: see `FrameWriter`."""
+
+    frame_bytes: int
+    position: int
+
+    def reserve(self, length: int) -> None: ...
+
+    def write(self, *pieces: bytes | memoryview) -> None: ...
+
+    def cut(self) -> None: ...
+
+
+class StreamWriter(TarWriter, Protocol):
+    """Destination of a tar stream that becomes a blob: `FrameWriter` or `PlainWriter`."""
+
+    def finish(self) -> Blob: ...
 
 
 class _FrameBatch(NamedTuple):
@@ -201,3 +220,43 @@ def _seek_table(lengths: "array[int]", stream_lengths: "array[int]") -> bytes:
     entries = b"".join(map(struct.Struct("<II").pack, lengths, stream_lengths))
     footer = struct.pack("<IBI", len(lengths), 0, SEEKABLE_MAGIC)
     return struct.pack("<II", SKIPPABLE_MAGIC, len(entries) + len(footer)) + entries + footer
+
+
+class PlainWriter:
+    """Stream writer that passes each piece to `sink`. The blob of `finish` has no frames."""
+
+    def __init__(
+        self,
+        sink: Callable[[bytes], object],
+        on_progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Start the stream; `on_progress` is called with counts of bytes."""
+        self.frame_bytes = FRAME_BYTES
+        self.position = 0
+        self._sink = sink
+        self._on_progress = on_progress
+        self._hash = ContentHasher()
+
+    def reserve(self, length: int) -> None:
+        """Do nothing: there are no frames."""
+
+    def cut(self) -> None:
+        """Do nothing: there are no frames."""
+
+    def write(self, *pieces: bytes | memoryview) -> None:
+        """Append the pieces."""
+        for piece in pieces:
+            self._hash.update(piece)
+            self._sink(bytes(piece))
+            self.position += len(piece)
+            if self._on_progress:
+                self._on_progress(len(piece))
+
+    def finish(self) -> Blob:
+        """Return the blob of the stream, which is stored nowhere yet."""
+        return local_blob(f"blake3:{self._hash.hexdigest()}", self.position)
+
+
+def local_blob(stream_digest: str, stream_length: int) -> Blob:
+    """Return the blob of a stream that only this node has."""
+    return Blob(stream_digest, 0, (), stream_digest, stream_length)

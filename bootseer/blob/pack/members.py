@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from bootseer.base.content_digest import ContentHasher, content_digest
 from bootseer.blob.build import build_tree
-from bootseer.blob.pack.plain_writer import StreamWriter
+from bootseer.blob.pack.frame_writer import StreamWriter
 from bootseer.blob.tar.header import END, member_header, padding
 from bootseer.blob.tree import ZEROS_HASHED_MAX, Blob, Extent, Inode, Tree
 

@@ -16,9 +16,8 @@ from typing import BinaryIO
 from msgspec import Struct, field
 
 from bootseer.base.display import quoted
-from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
+from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter, PlainWriter, StreamWriter
 from bootseer.blob.pack.members import Members, plain_size
-from bootseer.blob.pack.plain_writer import PlainWriter, StreamWriter
 from bootseer.blob.pack.scan import ScannedName, data_segments, scan, xattrs_of
 from bootseer.blob.pack.stat_record import bounded_time_ns
 from bootseer.blob.pack.tar_packing import pack_tar

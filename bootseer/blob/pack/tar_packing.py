@@ -7,12 +7,12 @@ path leads through symbolic links inside the root, missing parent directories ar
 
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from bootseer.base.content_digest import ContentHasher, content_digest
 from bootseer.base.display import quoted
 from bootseer.blob.build import build_tree
-from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
+from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter, TarWriter
 from bootseer.blob.pack.members import hash_zeros, plain_size
 from bootseer.blob.tar.header import BLOCK
 from bootseer.blob.tar.reader import ReadableStream, TarMember, TarReader
@@ -35,19 +35,6 @@ _EMPTY_DIGEST = content_digest(b"")
 _NAME_COST_BYTES = 800
 _EXTENT_COST_BYTES = 160
 _XATTR_COST_BYTES = 200
-
-
-class TarWriter(Protocol):
-    """Part of the interface of `FrameWriter` that copying a tar stream needs."""
-
-    frame_bytes: int
-    position: int
-
-    def reserve(self, length: int) -> None: ...
-
-    def write(self, *pieces: bytes | memoryview) -> None: ...
-
-    def cut(self) -> None: ...
 
 
 def pack_tar(

@@ -1,9 +1,9 @@
 """Backend for a bucket of S3, Google Cloud Storage or Azure, by obstore.
 
 An object appears whole, when its writer is closed. Of several creators of a new object one wins
-(`If-None-Match: *`; see `writer` for large objects). A rename is a copy and a delete. Folders are
-key prefixes; an empty folder has an object `_MARKER` in it, which listings hide. Folders that other
-tools have made (an object "folder/") are listed but cannot be deleted.
+(`If-None-Match: *`; see `BucketWriter` for large objects). A rename is a copy and a delete. Folders
+are key prefixes; an empty folder has an object `_MARKER` in it, which listings hide. Folders that
+other tools have made (an object "folder/") are listed but cannot be deleted.
 
 Requests: a small object is read by one GET and written by one PUT. Failed requests are repeated
 here, not by obstore, except for parts of a multipart upload, which obstore repeats by the same
@@ -15,6 +15,7 @@ the threads of obstore stayed in the parent: its calls are refused at once.
 """
 
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from bootseer.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from bootseer.store.backend import Backend, FileInfo, Piece, Space, Traits
+from bootseer.store.backend import Backend, FileInfo, Piece, Space, Traits, Writer
 from bootseer.store.buckets.access import (
     Address,
     address_of,
@@ -46,7 +47,6 @@ from bootseer.store.buckets.answers import (
     parse_answer,
     translated_errors,
 )
-from bootseer.store.buckets.writer import PART_BYTES, PARTS_AT_ONCE, SINGLE_BYTES, BucketWriter
 from bootseer.store.deadline import (
     DEFAULT_DEADLINE_S,
     SLOWEST_BYTES_PER_S,
@@ -61,6 +61,13 @@ from bootseer.transfer.policy import REQUEST, Attempts
 
 Result = TypeVar("Result")
 
+SINGLE_BYTES = 64 << 20
+"""Largest object that is kept in memory and sent by a single PUT."""
+PART_BYTES = 16 << 20
+"""Size of a part. S3 accepts ten thousand parts, so an object may have 160 GB."""
+PARTS_AT_ONCE = 4
+LAST_PARTS_S = PARTS_AT_ONCE * PART_BYTES / SLOWEST_BYTES_PER_S
+_QUEUE_BYTES = 2 * PART_BYTES
 _MARKER = ".bootseer-folder"
 # Size of the pieces in which a body is taken: progress is measured after each piece.
 _PIECE_BYTES = 64 << 10
@@ -381,7 +388,7 @@ class BucketBackend(PathMixin, Backend):
 
     # ---- writing ------------------------------------------------------------------------------
 
-    def create(self, path: str, *, overwrite: bool = False) -> BucketWriter:
+    def create(self, path: str, *, overwrite: bool = False) -> "BucketWriter":
         self._names_of_file(path)
         return BucketWriter(
             self, path, self._name(path), overwrite=overwrite, deadline_s=self._deadline_s
@@ -567,3 +574,147 @@ def _info(path: str, meta: Mapping[str, Any]) -> FileInfo:
     modified_ns = int(when.timestamp() * 1e9) if when else 0
     version = (meta["e_tag"] or "").strip('"')
     return FileInfo(path, meta["size"], modified_ns, False, version=version)
+
+
+# ---- writer --------------------------------------------------------------------------------------
+
+
+class BucketWriter(Writer):
+    """Writer of one object: a single PUT for a small object, a multipart upload for a large one.
+
+    A writer that dies leaves no visible object. The parts that a killed writer has uploaded stay in
+    the bucket, invisible, until a rule of the bucket removes them (docs/stores/s3.md). Of several
+    writers of a new key exactly one wins if the object is sent by a single PUT (`SINGLE_BYTES`).
+    Multipart uploads cannot be made conditional everywhere (Ceph RGW ignores the condition), so of
+    several writers of a larger object that found no object when they began, the last one wins.
+    """
+
+    def __init__(
+        self, backend: "BucketBackend", path: str, name: str, *, overwrite: bool, deadline_s: float
+    ) -> None:
+        """Prepare to write `path`, which messages call `name`.
+
+        `deadline_s`: longest time that a write may wait without progress.
+        """
+        self._backend = backend
+        self._path = path
+        self._name = name
+        self._overwrite = overwrite
+        self._deadline_s = deadline_s
+        self._pieces: list[Piece] = []
+        self._size_bytes = 0
+        self._upload: _MultipartUpload | None = None
+        self._is_closed = False
+
+    def write(self, data: Piece) -> None:
+        if self._is_closed:
+            raise InvalidInputError(f"cannot write {self._name}: closed")
+        self._size_bytes += len(data)
+        if self._upload is not None:
+            self._upload.put(data, self._deadline_s)
+            return
+        self._pieces.append(data)
+        if self._size_bytes > SINGLE_BYTES:
+            if not self._overwrite:
+                self._backend.refuse_existing(self._path)
+            kept, self._pieces = self._pieces, []
+            self._upload = _MultipartUpload(
+                lambda pieces: self._backend.upload(self._path, pieces), self._name
+            )
+            for piece in kept:
+                self._upload.put(piece, self._deadline_s)
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._upload is not None:
+            self._upload.finish(self._deadline_s)
+            return
+        pieces, self._pieces = self._pieces, []
+        self._backend.put(self._path, pieces, self._size_bytes, self._overwrite)
+
+    def abort(self) -> None:
+        self._is_closed = True
+        self._pieces = []
+        if self._upload is not None:
+            self._upload.abort(self._deadline_s)
+            self._upload = None
+
+    @property
+    def held_bytes(self) -> int:
+        return min(self._size_bytes, SINGLE_BYTES if self._upload is None else _QUEUE_BYTES)
+
+
+class _AbortedError(Exception):
+    """Raised in the upload's thread to end the upload without an object."""
+
+
+class _MultipartUpload:
+    """Multipart upload in its own thread, which takes pieces from a queue of bounded size."""
+
+    def __init__(self, send: Callable[[Iterator[Piece]], None], name: str) -> None:
+        self._send = send
+        self._name = name
+        self._queue: queue.SimpleQueue[Piece | type[_AbortedError] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._queued_bytes = 0
+        self._taken_count = 0
+        self._is_over = False
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="bootseer-upload", daemon=True).start()
+
+    def put(self, data: Piece, deadline_s: float) -> None:
+        """Queue one piece, after waiting until the queue has room. Raises: BootseerError."""
+        self._wait(lambda: self._queued_bytes < _QUEUE_BYTES, deadline_s)
+        with self._changed:
+            self._queued_bytes += len(data)
+        self._queue.put(data)
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait until the object is complete. Raises: BootseerError."""
+        self._queue.put(None)
+        # The last parts are being sent, and report no progress.
+        self._wait(lambda: False, deadline_s + LAST_PARTS_S)
+
+    def abort(self, deadline_s: float) -> None:
+        """End the upload without an object, and wait for its end. Never raises."""
+        self._queue.put(_AbortedError)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over, deadline_s)
+
+    def _wait(self, is_ready: Callable[[], bool], deadline_s: float) -> None:
+        """Wait until `is_ready` returns True or the upload has ended.
+
+        Raises: the upload's error; DeadlineError if no piece was taken for `deadline_s`.
+        """
+        with self._changed:
+            while not (self._is_over or is_ready()):
+                seen_count = self._taken_count
+                if not self._changed.wait(deadline_s) and self._taken_count == seen_count:
+                    self._queue.put(_AbortedError)
+                    raise DeadlineError(
+                        f"cannot write {self._name}: nothing was taken for {deadline_s:g} s"
+                    )
+            if self._error is not None:
+                raise self._error
+
+    def _pieces(self) -> Iterator[Piece]:
+        while (piece := self._queue.get()) is not None:
+            if isinstance(piece, type):
+                raise piece
+            with self._changed:
+                self._queued_bytes -= len(piece)
+                self._taken_count += 1
+                self._changed.notify_all()
+            yield piece
+
+    def _run(self) -> None:
+        try:
+            self._send(self._pieces())
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
