@@ -48,7 +48,7 @@ class _Status(Struct, rename="camel", gc=False):
     message: str = ""
 
 
-class _Span(Struct, rename="camel", gc=False):
+class _SpanRecord(Struct, rename="camel", gc=False):
     trace_id: str
     span_id: str
     name: str
@@ -69,7 +69,7 @@ class _Record(Struct, rename="camel", gc=False):
 
 
 class _Scope(Struct, rename="camel", gc=False):
-    spans: list[_Span] = []
+    spans: list[_SpanRecord] = []
     log_records: list[_Record] = []
 
 
@@ -204,7 +204,7 @@ def _records(group: _Group) -> Iterator[_Record]:
     return (record for scope in group.scope_logs for record in scope.log_records)
 
 
-def _finished(span: _Span, resource: Mapping[str, Value]) -> Stage:
+def _finished(span: _SpanRecord, resource: Mapping[str, Value]) -> Stage:
     status = span.status
     # Without the wrapper that `Stage` itself calls: there are millions.
     values = (

@@ -21,7 +21,7 @@ from bootseer.snapshots.manifest import Manifest
 from bootseer.store import Store
 
 
-class ListedCache(Struct, frozen=True):
+class CacheListing(Struct, frozen=True):
     """A cache that the store has, or that this node has a record of."""
 
     key: str
@@ -32,7 +32,7 @@ class ListedCache(Struct, frozen=True):
     """This node's record of the cache."""
 
 
-class ExplainedCache(Struct, frozen=True):
+class CacheExplanation(Struct, frozen=True):
     """State of one cache of a command: whether a start would find it and, if not, the reason."""
 
     cache: Cache
@@ -53,14 +53,14 @@ class ExplainedCache(Struct, frozen=True):
         return f"the most similar one, by {self.nearest.node}, differs in {names}"
 
 
-def list_caches(settings: Settings, store: Store) -> Iterator[ListedCache]:
+def list_caches(settings: Settings, store: Store) -> Iterator[CacheListing]:
     """Yield the caches of the store, newest first, then those that only this node has."""
     known = {record.key: record for record in records(settings.cache_dir)}
     for manifest in _generations(store):
         record = known.pop(manifest.fingerprint, None)
-        yield ListedCache(manifest.fingerprint, manifest.cache, manifest, record)
+        yield CacheListing(manifest.fingerprint, manifest.cache, manifest, record)
     for record in known.values():
-        yield ListedCache(record.key, record.name, None, record)
+        yield CacheListing(record.key, record.name, None, record)
 
 
 def _generations(store: Store) -> Iterator[Manifest]:
@@ -80,7 +80,7 @@ def find_generation(store: Store, text: str) -> Manifest:
 
 def explain(
     settings: Settings, store: Store, request: KeepRequest, job: CacheJob
-) -> list[ExplainedCache]:
+) -> list[CacheExplanation]:
     """Return the state of each cache that a start of the job on this host would use."""
     found = []
     stored: list[Manifest] | None = None
@@ -94,7 +94,7 @@ def explain(
             differences = compare_parts(near.parts, cache.parts) if near else ()
         record = read_record(settings.cache_dir, cache.key)
         found.append(
-            ExplainedCache(cache, newest[0] if newest else None, record, near, differences)
+            CacheExplanation(cache, newest[0] if newest else None, record, near, differences)
         )
     return found
 
