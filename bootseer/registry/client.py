@@ -89,7 +89,7 @@ class RegistryClient(Closing):
             find_login: Returns the login for a repository on a host.
             deadline_s: Longest wait, and longest operation without progress.
             policy: Rounds over all servers.
-            patience: Seconds that all requests which bring nothing may take together.
+            wait_budget: Seconds that all unsuccessful requests may take together.
         """
         own = next((host for host in hosts if host.is_registry), hosts[-1])
         self.name = f"{own.name}/{repository}"

@@ -163,7 +163,7 @@ class FileView:
         return f"part {self.source(span)[0].rpartition('/')[2]}"
 
     def is_in(self, info: FileInfo) -> bool:
-        """Return whether the stored file `info` is still the one that this ordinary file was.
+        """Return whether the stored file `info` is unchanged since this view of it was made.
 
         An ordinary file has no checksums, and may have been replaced or written in place.
         """

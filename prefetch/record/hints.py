@@ -1,4 +1,4 @@
-"""Hints: lists of files that a start reads, made by other tools; import as a trace, and export.
+"""Hints: lists of files that a start reads, made by other tools, and their import as a trace.
 
 Formats (docs/format/hotset.md, "Hints"): a plain list of files or ranges, and the records of
 eStargz's optimizer. Lists are untrusted: every count and length is bounded, and paths are looked up

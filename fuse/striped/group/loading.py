@@ -149,15 +149,13 @@ class Loading:
         extent_of: Callable[[ReadItem], NeededRange],
         piece_bytes: int,
     ) -> None:
-        """Make a loader.
+        """Make a loader of torch's `plan`, whose `storage_data` is this rank's `GroupPlan`.
 
-        Args:
-            plan: torch's plan, with this rank's `GroupPlan` in it.
-            extent_of: Returns where an item is stored.
-            piece_bytes: Length of the longest piece of the plan.
+        `extent_of` returns where an item is stored. `piece_bytes`: length of the plan's longest
+        piece.
         """
         self.read_bytes = 0
-        """Bytes asked of the storage."""
+        """Count of bytes that were requested from the storage."""
         self.sent_bytes = 0
         self.received_bytes = 0
         self._plan: GroupPlan = plan.storage_data

@@ -64,14 +64,15 @@ class GroupReader(StorageReader):  # type: ignore[misc]
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         piece_bytes: int = DEFAULT_PIECE_BYTES,
     ) -> None:
-        """Args must be the same on all ranks.
+        """Make a reader. All arguments must be the same on all ranks.
 
         Args:
-            url: the checkpoint's folder, striped or not.
-            process_group: the one that `dcp.load` gets; None is the default group.
-            memory_bytes: memory for pieces on their way on a rank; beside it, a rank holds the
-                largest stored tensor twice.
-            piece_bytes: length of a piece, which one rank reads in one go.
+            url: Folder of the checkpoint, striped or not.
+            process_group: Process group that `dcp.load` gets; None is the default group.
+            settings: Settings of the node; by default those of the environment and files.
+            memory_bytes: Memory of a rank for pieces on their way. A rank also holds the largest
+                stored tensor twice.
+            piece_bytes: Length of a piece, which one rank reads at once.
         """
         super().__init__()
         if piece_bytes <= 0 or memory_bytes < (PieceReader.BUFFERS + 1) * piece_bytes:

@@ -50,12 +50,10 @@ class OpenFiles:
         passes_files: bool,
         maps_direct_io: bool,
     ) -> None:
-        """Make the table of open files.
+        """Make the operations on the open files in `nodes`.
 
-        Args:
-            on_published: Called, without the lock, with the directory of a published file.
-            passes_files: See `MountedTree`.
-            maps_direct_io: See `MountedTree`.
+        `on_published` is called, without the lock, with the directory of a published file.
+        `passes_files` and `maps_direct_io`: see `MountedTree`.
         """
         self.unwritten: list[str] = []
         """Files whose last bytes were lost because the mount ended while they were open."""

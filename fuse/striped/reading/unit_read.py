@@ -65,13 +65,10 @@ class UnitRead(ReadJob):
         buffer: memoryview | None = None,
         target: memoryview | None = None,
     ) -> None:
-        """Make a read that `FetchEngine.add` starts.
+        """Make a read of `span`, which `FetchEngine.add` starts.
 
-        Args:
-            patience_s: Seconds that a try waits for memory.
-            buffer: Memory for the first try.
-            target: The caller's memory, where the bytes are to be in the end; `leave_target` ends
-                its use.
+        A try waits `patience_s` for memory; `buffer` is memory for the first try. With `target`,
+        the bytes are written to this memory of the caller until `leave_target`.
         """
         view = file.view
         path, offset = view.source(span)

@@ -67,15 +67,13 @@ def copy_in(
     *,
     on_progress: Callable[[int], None] = _ignore,
 ) -> int:
-    """Store the local file `source` as `path`, striped, whole or not at all.
+    """Store the local file `source` as the striped file `path`, atomically.
 
-    Args:
-        path: relative to the storage's URL.
-        on_progress: called with the bytes of each step.
+    `path` is relative to the storage's URL. `on_progress` is called with the bytes of each step.
 
-    Returns: the size in bytes.
+    Returns: The size in bytes.
 
-    Raises: NotFoundError; BusyError when `source` changes meanwhile; the storage's errors
+    Raises: NotFoundError; BusyError if `source` changes meanwhile; errors of the storage
         (NoSpaceError, UnavailableError, DeadlineError, ...).
     """
     try:
@@ -188,15 +186,13 @@ def copy_opened(
 
 
 def read_into(storage: StripedStorage, path: str, buffer: Any, offset: int = 0) -> int:
-    """Fill `buffer` with the bytes of `path` from `offset` on, from all parts at once.
+    """Fill `buffer` with verified bytes of `path` from `offset` on, from all parts at once.
 
-    Args:
-        buffer: anything writable and contiguous (bytearray, NumPy array, CPU tensor as NumPy,
-            pinned memory, mmap), of any shape; it is filled as bytes, without a copy in between.
-            After an error its content is undefined.
+    `buffer` is a writable, contiguous buffer of any shape (bytearray, NumPy array, CPU tensor as
+    NumPy, pinned memory, mmap). It is filled as bytes, without another copy. After an error its
+    content is undefined.
 
-    Returns: how many bytes were read, fewer than the buffer holds only at the end of the file. All
-        of them match their checksums.
+    Returns: The number of bytes, less than the size of `buffer` only at the end of the file.
 
     Raises: InvalidInputError, NotFoundError, CorruptError, UnavailableError, DeadlineError.
     """

@@ -63,7 +63,7 @@ _UNPUBLISHED = frozenset({WriterState.NEW, WriterState.DIRTY, WriterState.SAVED}
 
 
 class FileWriter:
-    """A file in the making, or one that is appended to."""
+    """Writer of a new file, or of bytes that are appended to a file."""
 
     def __init__(
         self,
@@ -74,13 +74,12 @@ class FileWriter:
         base: FileView | None = None,
         expected: str | None = None,
     ) -> None:
-        """Make a writer of one file.
+        """Make a writer of the file `path`.
 
-        Args:
-            base: Generation to append to; without one the file starts empty.
-            expected: Identity of the file that may be replaced; any file by default.
+        `base`: generation to append to; without it the file starts empty. `expected`: identity of
+        the file that may be replaced; any file by default.
 
-        Raises UnsupportedError for a base that cannot be appended to, and on a storage that cannot
+        Raises: UnsupportedError if bytes cannot be appended to `base`, or if the storage cannot
         publish a file atomically.
         """
         backend = shared.backend
@@ -91,10 +90,10 @@ class FileWriter:
             )
         self.state = WriterState.NEW if base is None else WriterState.CLEAN
         self.view = base
-        """The generation that this writer published last, or started from; of a detached file, what
-        `publish` stored of it."""
+        """The generation that this writer published last or started from; for a detached file, the
+        generation that `publish` stored."""
         self.is_detached = False
-        """Whether the file has no name any more: what is written never becomes visible."""
+        """Whether the file has lost its name, so that written bytes never become visible."""
         self._path = path
         self._shared = shared
         self._settings = settings
