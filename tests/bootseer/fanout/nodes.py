@@ -1,4 +1,4 @@
-"""Nodes of a job on this machine, an object for them, and members who do what they want."""
+"""Nodes of a job on this machine, an object for them, and scripted members."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ CHUNK_BYTES = 10_000
 
 
 class Content:
-    """An object in a store, which counts what is read of it."""
+    """Object of a store; counts the bytes that are read of it."""
 
     def __init__(self, chunk_count: int, seed: int = 1) -> None:
         dice = random.Random(seed)
@@ -31,7 +31,7 @@ class Content:
         self.name = self.list.name
         self.reads = 0
         self.before: Callable[[int], None] = lambda index: None
-        """Called before each chunk is read."""
+        """Function that is called before each chunk is read."""
 
     @property
     def data(self) -> bytes:
@@ -47,7 +47,7 @@ class Content:
 
 
 class Gate:
-    """Lets reads of the store pass up to a chunk."""
+    """Gate that lets reads of the store pass up to a chunk."""
 
     def __init__(self, upto: int) -> None:
         self._upto, self._opened = upto, threading.Event()
@@ -67,7 +67,7 @@ def free_addresses(count: int) -> list[tuple[str, int]]:
 
 
 class FanoutJob:
-    """Exchanges of a job's nodes, of which some may be missing."""
+    """Exchanges of a job's nodes; some of the nodes may be missing."""
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path, count: int) -> None:
         self._stack, self.folder = stack, folder
@@ -87,7 +87,7 @@ class FanoutJob:
         return self.folder / f"object-{number}"
 
     def check(self, content: Content, *numbers: int) -> None:
-        """Every node has every byte, and its file nothing else."""
+        """Assert that every node's file has the object's bytes and no others."""
         for number in numbers or self.nodes:
             node = self.nodes[number]
             assert [node.fetch(content.name, n) for n in range(len(content.parts))] == content.parts
@@ -96,7 +96,7 @@ class FanoutJob:
 
 @contextlib.contextmanager
 def member(address: tuple[str, int], number: int, act: "Act") -> Iterator[list[protocol.Request]]:
-    """A member of the job with its key that answers each request by `act`; yields the requests."""
+    """Run a member of the job that answers each request by `act`; yield the requests."""
     requests: list[protocol.Request] = []
 
     def serve(sock: socket.socket) -> None:
@@ -129,7 +129,7 @@ Act = Callable[[socket.socket, protocol.Request], None]
 
 
 def offer_of(number: int, count: int = 1000) -> Offer:
-    """What a member says that has everything and feeds nobody."""
+    """Return the offer of a member that has every chunk and feeds no other member."""
     return Offer(number, count, 0, (STORE,))
 
 

@@ -1,4 +1,4 @@
-"""Nodes that feed each other over real sockets, whatever becomes of some of them."""
+"""Nodes that feed each other over real sockets, with some of them at fault."""
 
 import contextlib
 import socket
@@ -155,7 +155,7 @@ def test_names_that_do_not_resolve_are_nodes_that_are_not_there(tmp_path: Path) 
 
 
 def test_a_node_that_has_an_object_is_not_waited_for(job: FanoutJob) -> None:
-    """As where one node of a job was replaced, and all others have what they need."""
+    """After one node of a job is replaced, all the others have the object already."""
     content = Content(10)
     job.start(*range(6))
     for number in range(5):

@@ -1,4 +1,4 @@
-"""The key of a start: what is believed of a secret, and that no other start has the same key."""
+"""The key of a start: valid secrets, and a different key for each start."""
 
 import os
 from pathlib import Path

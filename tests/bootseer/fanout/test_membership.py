@@ -1,4 +1,4 @@
-"""Which nodes a start runs on: host lists, schedulers, files, order and what is refused."""
+"""The nodes of a start: host lists, schedulers, files, order, and refused input."""
 
 import itertools
 import re

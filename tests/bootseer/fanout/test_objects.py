@@ -1,4 +1,4 @@
-"""An object's list of chunks: what is damaged or made up is refused."""
+"""An object's list of chunks is refused if it is damaged or made up."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The plan, driven by simulated clocks and lines: whoever is at fault, all others are fed."""
+"""The plan, with simulated clocks and links: faults of some nodes leave all others fed."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Reads that a fan-out's process on this node serves by its files: in time, else by the store."""
+"""Reads served by the files of this node's fan-out in time, and else by the store."""
 
 import array
 import contextlib
@@ -51,7 +51,7 @@ CHUNKS = [_chunk(key, number) for number in range(COUNT) for key in DATA]
 
 
 class Store:
-    """Counts what it is asked for."""
+    """Store that counts the reads of it."""
 
     def __init__(self) -> None:
         self.read_bytes = 0
@@ -65,7 +65,7 @@ class Store:
 
 
 class Host:
-    """Takes objects, and brings their chunks when a test says so."""
+    """Fan-out process that takes objects, and brings their chunks when a test says so."""
 
     def __init__(self, name: bytes, file: int) -> None:
         self.file = file
@@ -88,7 +88,7 @@ class Host:
             self.connection = connection
 
     def bring(self, count: int, change: Callable[[bytes], bytes] = lambda data: data) -> None:
-        """So many more chunks."""
+        """Bring `count` more chunks."""
         wait_for(lambda: self.connection is not None, "a request")
         assert self.wanted is not None
         for number in range(self.brought, self.brought + count):
@@ -127,7 +127,7 @@ def host(settings: Settings, tmp_path: Path) -> Iterator[Host]:
 
 
 class Reading:
-    """A start's reads of all chunks."""
+    """Reads of all chunks by a start."""
 
     def __init__(self, settings: Settings) -> None:
         self.store = Store()
@@ -174,7 +174,7 @@ def test_what_the_fan_out_brings_is_not_read_from_the_store(host: Host, reading:
 
 
 def test_reads_that_wait_for_their_turn_are_not_late(host: Host, reading: Reading) -> None:
-    """Longer than a connection may be silent."""
+    """The wait is longer than a connection may be silent."""
     host.bring(8)
     reading.start()
     wait_for(lambda: len(reading.came) == 8, "the first chunks")

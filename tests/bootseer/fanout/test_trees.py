@@ -1,4 +1,4 @@
-"""Two trees over a job: everybody is fed, nobody feeds more than two, racks stay together."""
+"""Two trees over a job: every node is fed, none feeds more than two, racks stay together."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Members who lie, drip, hang or flood, and strangers: nobody gets a wrong byte, all get theirs."""
+"""Hostile, slow or silent members, and strangers: every node gets all bytes, and none is wrong."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def job(tmp_path: Path) -> Iterator[FanoutJob]:
 
 
 def lying(feed: Callable[[socket.socket, Request], None]) -> Act:
-    """Claim to have everything, and do as `feed` to those who believe it."""
+    """Return an act that claims to have every chunk, and calls `feed` for members that ask."""
 
     def act(sock: socket.socket, request: Request) -> None:
         if request.operation == ASK:
@@ -123,7 +123,7 @@ def test_a_member_with_another_key_gets_and_gives_nothing(job: FanoutJob) -> Non
 
 
 def refuses(sock: socket.socket) -> bool:
-    """Whether the node closes the connection without an answer."""
+    """Return whether the node closes the connection without an answer."""
     sock.settimeout(10)
     with contextlib.suppress(ConnectionError):
         return sock.recv(1) == b""

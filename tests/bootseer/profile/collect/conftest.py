@@ -1,4 +1,4 @@
-"""Programs that are started below `bootseer run`, and what they note."""
+"""Programs that are started below `bootseer run`, and their timelines."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from bootseer.timeline.otlp import Stage
 
 
 class ProgramFolder:
-    """A folder with programs, and starts of them."""
+    """Folder with programs, and starts of them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -33,7 +33,7 @@ class ProgramFolder:
         }
 
     def start(self, *command: str, **variables: str) -> "subprocess.Popen[str]":
-        """Start a command below `bootseer run`. Its output goes to one pipe."""
+        """Start a command below `bootseer run`, with one pipe for its output."""
         return subprocess.Popen(
             [sys.executable, "-m", "bootseer", "--job", "j", "run", "--", *command],
             env=self.environment(**variables),
@@ -58,7 +58,7 @@ class ProgramFolder:
         return done
 
     def report(self) -> str:
-        """Return what `bootseer report` says of the newest start, with single spaces."""
+        """Return the output of `bootseer report` for the newest start, with single spaces."""
         done = subprocess.run(
             [sys.executable, "-m", "bootseer", "report", "j"],
             env=self.environment(COLUMNS="200"),

@@ -1,4 +1,4 @@
-"""What Python processes below `bootseer run` note, in programs that know nothing of it."""
+"""Timelines of Python processes below `bootseer run`, in unchanged programs."""
 
 import socket
 import sys

@@ -1,4 +1,4 @@
-"""What is noted of loads, devices and compilers, in programs that know nothing of it."""
+"""Stages of loads, devices and compilers, in unchanged programs."""
 
 import sys
 
@@ -62,7 +62,7 @@ print(torch.ones(2).sum().item())
 
 
 def _run(folder: ProgramFolder, text: str) -> list[TrackSpan]:
-    """Run a program, and return what it notes besides imports."""
+    """Run a program; return its stages without imports."""
     program = folder.write("program.py", text)
     folder.run(sys.executable, str(program), HF_HUB_OFFLINE="1")
     (track,) = [one for one in tracks_of(folder.stages(), 0) if one.role == "program.py"]
@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ProgramFolder:
 
 @pytest.fixture(scope="module")
 def spans(folder: ProgramFolder) -> list[TrackSpan]:
-    """What PROGRAM notes."""
+    """Return the stages of PROGRAM."""
     return _run(folder, PROGRAM)
 
 

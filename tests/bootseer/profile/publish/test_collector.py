@@ -1,4 +1,4 @@
-"""OTLP over HTTP to a real server, whose requests are read by OpenTelemetry's own messages."""
+"""OTLP over HTTP to a real server, which reads requests by OpenTelemetry's own messages."""
 
 import ssl
 import subprocess
@@ -32,7 +32,7 @@ def server() -> Iterator[OtlpCollector]:
 
 @pytest.fixture
 def lines(tmp_path: Path) -> list[TimelineLine]:
-    """A stage with a value of each type that failed, and one that is open."""
+    """Return a failed stage with a value of each type, and an open stage."""
     timeline = Timeline.start(tmp_path, job="j", submission="s", attempt=1, node="n", rank=-0)
     values: dict[str, Value] = {
         "text": "é",
@@ -319,7 +319,7 @@ def test_tls_with_an_own_authority(tmp_path: Path, lines: list[TimelineLine]) ->
 
 
 def test_a_real_start_reaches_the_collector(server: OtlpCollector, tmp_path: Path) -> None:
-    """And its headers are on no command line and in no file of the node."""
+    """The collector's headers are on no command line and in no file of the node."""
     variables = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{server.port}",
         "OTEL_EXPORTER_OTLP_HEADERS": f"authorization={_TOKEN}",

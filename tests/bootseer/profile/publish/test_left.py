@@ -1,4 +1,4 @@
-"""What is published of a start whose publisher was killed with the job, as Slurm does it."""
+"""Publication of a start after its publisher was killed with the job, as Slurm does it."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ _CODE = "import bootseer; bootseer.stage('late').end(); print('began', flush=Tru
 
 
 def _kill_a_start(node: Node, note: str) -> Path:
-    """SIGKILL of all that a start has begun; returns the folder of its note, which is called so."""
+    """Kill all processes of a start by SIGKILL; return the folder of its note, named `note`."""
     job = node.start(
         "run", *("--", sys.executable, "-c", _CODE), variables=_VARIABLES, stdin=subprocess.PIPE
     )
@@ -35,7 +35,7 @@ def _kill_a_start(node: Node, note: str) -> Path:
 
 
 def _end(node: Node, job: str) -> Completed:
-    """What the epilog of this job does. It has no variables of the job, but for its number."""
+    """Run the epilog of this job, which has none of its variables except its number."""
     return subprocess.run(
         [sys.executable, "-m", "bootseer", "slurm", "epilog"],
         env={**node.environment, "SLURM_JOB_ID": job},

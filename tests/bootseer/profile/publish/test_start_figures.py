@@ -67,7 +67,7 @@ _STAGES = [
 
 
 def _samples(text: str) -> dict[tuple[str, ...], float]:
-    """(name, then the values of its labels but for the slot) -> value."""
+    """Return values by the sample's name and its labels' values, without the slot's."""
     found = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation
@@ -164,7 +164,7 @@ def test_a_checkpoint_folder_as_figures(tmp_path: Path) -> None:
 
 
 def _names() -> set[str]:
-    """Of every sample that any of our files may have."""
+    """Return the names of all samples that our files may have."""
     texts = (
         render_start(_STAGES, "j", 0),
         render_mount(_LOOK, "hdfs://nn/ckpt", 0),

@@ -1,4 +1,4 @@
-"""Timelines in the store: put by real starts, read from elsewhere, bounded, and collected."""
+"""Timelines in the store: published by real starts, read elsewhere, limited, and collected."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def _variables(variables: dict[str, str]) -> Iterator[None]:
     params=["local", pytest.param("hdfs", marks=pytest.mark.hdfs), "s3"],
 )
 def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """The URL of a store that does not exist yet, and the variables that it needs."""
+    """Yield the URL of a store that does not exist yet, and the variables that it needs."""
     if request.param == "local":
         yield (tmp_path / "store").as_uri(), {}
     elif request.param == "hdfs":
@@ -171,7 +171,8 @@ def test_a_rank_that_starts_again_takes_the_place_of_its_first_start(tmp_path: P
 
 
 def test_a_rank_that_starts_again_may_have_a_timeline_of_as_many_bytes(tmp_path: Path) -> None:
-    """A named fault: equal sizes were taken for "nothing new", and the failed start was kept."""
+    """A named fault: an equal size was taken for an unchanged timeline, and the failed start was
+    kept."""
     settings = replace(settings_at(tmp_path), publish_timelines=True)
     duty = TimelineDuty()
     sizes = set()
