@@ -10,9 +10,9 @@ import contextlib
 import json
 import logging
 import os
-from hashlib import sha256
 from pathlib import Path
 
+from bootseer.base.short_digest import short_digest
 from bootseer.errors import BootseerError, UnavailableError, from_oserror
 from bootseer.linux.private_files import write_private_file
 from bootseer.store.local.beneath import file_mode, make_directory
@@ -63,7 +63,7 @@ def remember(root: str, memory: Path | None) -> None:
 
 
 def _note_path(root: str, memory: Path | None) -> Path | None:
-    return memory and memory / f"{sha256(os.fsencode(root)).hexdigest()[:32]}.json"
+    return memory and memory / f"{short_digest(os.fsencode(root))[:32]}.json"
 
 
 def _holds_anything(root: str) -> bool:

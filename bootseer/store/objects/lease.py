@@ -23,7 +23,6 @@ A lease says who should do a task; it does not lock the result: the task ends in
 Thread-safe.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -35,6 +34,7 @@ from typing import Annotated, Self
 from msgspec import Meta, Struct, to_builtins
 
 from bootseer.base.documents import DocumentFormat
+from bootseer.base.short_digest import short_digest
 from bootseer.errors import (
     BootseerError,
     BusyError,
@@ -287,7 +287,7 @@ def _read(backend: Backend, path: str) -> LeaseRecord | None:
         record = decode(data)
         if record is None:
             made_ns = backend.stat(path).modified_ns
-            token = hashlib.sha256(data).hexdigest()[:32]
+            token = short_digest(data)[:32]
             record = LeaseRecord("unknown", token, made_ns + 3600 * _NS, 3600 * _NS)
     except NotFoundError:
         return None
