@@ -25,7 +25,7 @@ import bootseer
 from bootseer.base.progress import ProgressBar
 from bootseer.base.redact import redact
 from bootseer.blob.index import codec as index
-from bootseer.blob.pack.packing import StoredFiles, pack_directory
+from bootseer.blob.pack.packing import ReusedFiles, pack_directory
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.linux.private_files import private_directory
@@ -79,7 +79,7 @@ def capture(
     """
     difference = diff(change.before, change.after)
     paths = [path for path in difference.packed_paths() if not is_device(change, path)]
-    others = StoredFiles()
+    others = ReusedFiles()
     if base is not None:
         others = find_others(store, base, change.host, change.after, paths, rule)
     try:
@@ -143,7 +143,7 @@ def is_device(change: Change, path: bytes) -> bool:
 
 
 def _pack(
-    change: Change, paths: Sequence[bytes], file: BinaryIO, others: StoredFiles
+    change: Change, paths: Sequence[bytes], file: BinaryIO, others: ReusedFiles
 ) -> tuple[Tree, Stored]:
     total = sum(
         change.after[path].size_bytes

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from bootseer.base.content_digest import ContentHasher, content_digest
 from bootseer.blob.pack.frame_writer import usable_cpus
-from bootseer.blob.pack.packing import StoredContent, StoredFiles
+from bootseer.blob.pack.packing import ReusedContent, ReusedFiles
 from bootseer.blob.tree import Extent, Tree
 from bootseer.errors import BootseerError
 from bootseer.snapshots import catalogue
@@ -128,7 +128,7 @@ def find_base(
 
 def find_others(
     store: Store, target: Target, host: Path, scanned: Scan, paths: Iterable[bytes], rule: Rule
-) -> StoredFiles:
+) -> ReusedFiles:
     """Return the files at `paths` below `host` whose content blobs of `target` hold, if that pays.
 
     `target` is of an earlier snapshot; `scanned` is a scan of `host`. Never raises: on an error
@@ -138,7 +138,7 @@ def find_others(
         base = catalogue.load_tree(store, target)
         # Better than to find out on a thousand nodes.
         if catalogue.find_cut_blob(store, target):
-            return StoredFiles()
+            return ReusedFiles()
         files = [path for path in paths if stat.S_ISREG(scanned[path].mode)]
         same = _find_same(base, host, scanned, files)
         first = {(scanned[path].device, scanned[path].inode): path for path in files}
@@ -148,7 +148,7 @@ def find_others(
         return _others(base, chosen, same)
     except (BootseerError, OSError) as error:
         logger.info("nothing of the snapshot of %s is used: %s", host, error)
-        return StoredFiles()
+        return ReusedFiles()
 
 
 def _content_bytes(host: Path, path: bytes, entry: Entry) -> int:
@@ -243,7 +243,7 @@ def bytecode_then(base: Tree, path: bytes, content: bytes) -> bytes:
     return content[:8] + time_s.to_bytes(4, "little") + content[12:]
 
 
-def _others(base: Tree, chosen: Sequence[int], same: Mapping[bytes, _Match]) -> StoredFiles:
+def _others(base: Tree, chosen: Sequence[int], same: Mapping[bytes, _Match]) -> ReusedFiles:
     # Number 0 is the new blob.
     numbers = {blob: 1 + i for i, blob in enumerate(chosen)}
     files = {}
@@ -256,8 +256,8 @@ def _others(base: Tree, chosen: Sequence[int], same: Mapping[bytes, _Match]) -> 
         # All of it, or nothing.
         held_bytes = len(match.head) + sum(extent.length for extent in extents)
         if held_bytes == base.columns.size_bytes[match.number]:
-            files[path] = StoredContent(tuple(extents), match.digest, match.status, match.head)
-    return StoredFiles([base.blobs[blob] for blob in chosen], files) if files else StoredFiles()
+            files[path] = ReusedContent(tuple(extents), match.digest, match.status, match.head)
+    return ReusedFiles([base.blobs[blob] for blob in chosen], files) if files else ReusedFiles()
 
 
 def _behind(start: int, extents: Iterable[Place]) -> Iterator[Place]:

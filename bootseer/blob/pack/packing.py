@@ -33,7 +33,7 @@ _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CL
 _READ_ATTEMPTS = 3
 
 
-class StoredContent(Struct, frozen=True):
+class ReusedContent(Struct, frozen=True):
     """Place of a file's content in blobs that are stored already."""
 
     extents: tuple[Extent, ...]
@@ -46,15 +46,15 @@ class StoredContent(Struct, frozen=True):
     """First bytes of the file if they are not in the blobs."""
 
 
-class StoredFiles(Struct, frozen=True):
+class ReusedFiles(Struct, frozen=True):
     """Files of a directory whose content is in stored blobs."""
 
     blobs: Sequence[Blob] = ()
-    files: Mapping[bytes, StoredContent] = field(default_factory=dict)
+    files: Mapping[bytes, ReusedContent] = field(default_factory=dict)
     """Places by path; a hard-linked file has an entry for each of its names."""
 
 
-_NO_STORED_FILES = StoredFiles()
+_NO_REUSED_FILES = ReusedFiles()
 _NO_IDENTITIES: Mapping[bytes, tuple[int, int]] = MappingProxyType({})
 
 
@@ -65,7 +65,7 @@ def pack_directory(
     paths: Iterable[bytes] | None = None,
     exclude: Iterable[str | bytes] = (),
     one_file_system: bool = False,
-    others: StoredFiles = _NO_STORED_FILES,
+    others: ReusedFiles = _NO_REUSED_FILES,
     identities: Mapping[bytes, tuple[int, int]] = _NO_IDENTITIES,
     level: int = 3,
     frame_bytes: int = FRAME_BYTES,
@@ -116,14 +116,14 @@ def tar_directory(
     frames. Raises: as `pack_directory`.
     """
     entries = scan(root, paths=None, exclude=(), one_file_system=one_file_system)
-    return _write(root, entries, PlainWriter(sink, on_progress), _NO_STORED_FILES, _NO_IDENTITIES)
+    return _write(root, entries, PlainWriter(sink, on_progress), _NO_REUSED_FILES, _NO_IDENTITIES)
 
 
 def _write(
     root: str | os.PathLike[str],
     entries: Iterable[ScannedName],
     writer: StreamWriter,
-    others: StoredFiles,
+    others: ReusedFiles,
     identities: Mapping[bytes, tuple[int, int]],
 ) -> Tree:
     first_names: dict[tuple[int, int], tuple[int, bytes]] = {}
@@ -156,7 +156,7 @@ class _ReadError(Exception):
 
 
 def _add(
-    members: Members, writer: StreamWriter, entry: ScannedName, elsewhere: StoredContent | None
+    members: Members, writer: StreamWriter, entry: ScannedName, elsewhere: ReusedContent | None
 ) -> int | None:
     status = entry.status
     mode = status.st_mode

@@ -26,7 +26,7 @@ from bootseer.settings.config import load_settings
 from bootseer.store.backend import Backend, FileInfo, Space, Traits
 from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.store.oci.object_list import ObjectList
-from bootseer.store.oci.objects import StoredObject
+from bootseer.store.oci.objects import OciObject
 from bootseer.store.paths import PathMixin, check_range, split_path
 from bootseer.transfer.attempt import Attempt
 
@@ -66,7 +66,7 @@ class OciBackend(PathMixin, Backend):
         file = self._client.file(stored.digest, stored.size_bytes)
         return file.read(offset, left if length is None else min(length, left))
 
-    def _stored(self, path: str, offset: int, length: int = 0) -> StoredObject:
+    def _stored(self, path: str, offset: int, length: int = 0) -> OciObject:
         """Return the object at `path`, after checking the range. Raises: as `read`."""
         split_path(path)
         check_range(offset, length)
@@ -163,5 +163,5 @@ class OciBackend(PathMixin, Backend):
         self._listed.add(path, digest, size_bytes, overwrite=overwrite)
 
 
-def _info(stored: StoredObject) -> FileInfo:
+def _info(stored: OciObject) -> FileInfo:
     return FileInfo(stored.key, stored.size_bytes, stored.written_ns, False)

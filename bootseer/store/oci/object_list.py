@@ -24,7 +24,7 @@ from bootseer.registry.reference import Reference
 from bootseer.store.oci.objects import (
     ARTIFACT_TYPE,
     EMPTY,
-    StoredObject,
+    OciObject,
     encode_object,
     objects_by_key,
 )
@@ -56,7 +56,7 @@ class ObjectList:
         self._lock = threading.Lock()
         """Held while the cached answer is replaced, never during a request."""
         self._subject: Mapping[str, Any] | None = None
-        self._objects: Mapping[str, list[StoredObject]] = {}
+        self._objects: Mapping[str, list[OciObject]] = {}
         """Cached answer. It is replaced, never changed."""
         self._loaded_at = float("-inf")
         """Time at which the cached answer was requested."""
@@ -69,7 +69,7 @@ class ObjectList:
         self._mine: dict[str, tuple[float, Mapping[str, Any]]] = {}
         """Objects added lately by the manifest's digest: (time of the addition, descriptor)."""
 
-    def find(self, key: str) -> StoredObject | None:
+    def find(self, key: str) -> OciObject | None:
         """Return the newest object of a key. Raises: as `RegistryClient.manifest`."""
         versions = self._objects.get(key)
         if versions and versions[-1].is_immutable:
@@ -78,7 +78,7 @@ class ObjectList:
         versions = self._refreshed(FRESH_S).get(key)
         return versions[-1] if versions else None
 
-    def fresh(self) -> Mapping[str, StoredObject]:
+    def fresh(self) -> Mapping[str, OciObject]:
         """Return the newest object of each key, from an answer that is at most `FRESH_S` old.
 
         Raises: as `find`.
@@ -86,7 +86,7 @@ class ObjectList:
         self._refreshed(FRESH_S)
         return self.known()
 
-    def known(self) -> Mapping[str, StoredObject]:
+    def known(self) -> Mapping[str, OciObject]:
         """Return the newest object of each key from the last answer, however old."""
         return {key: versions[-1] for key, versions in self._objects.items()}
 
@@ -146,7 +146,7 @@ class ObjectList:
     def _exists(self, key: str) -> AlreadyExistsError:
         return AlreadyExistsError(f"cannot create {self._url}/{key}: it exists already")
 
-    def _refreshed(self, age_max_s: float) -> Mapping[str, list[StoredObject]]:
+    def _refreshed(self, age_max_s: float) -> Mapping[str, list[OciObject]]:
         """Return all versions of the objects by key, from an answer at most `age_max_s` old.
 
         0 requires an answer that is requested from now on. Raises: as `RegistryClient.manifest`. A
@@ -170,15 +170,15 @@ class ObjectList:
                 raise
             return self._keep(objects_by_key(descriptors), started)
 
-    def _young(self, asked_since: float) -> Mapping[str, list[StoredObject]] | None:
+    def _young(self, asked_since: float) -> Mapping[str, list[OciObject]] | None:
         """Return the cached answer if it was requested since that time and our last change."""
         with self._lock:
             is_young = self._loaded_at >= asked_since and self._loaded_at > self._changed_at
             return self._objects if is_young else None
 
     def _keep(
-        self, objects: Mapping[str, list[StoredObject]], asked_at: float
-    ) -> Mapping[str, list[StoredObject]]:
+        self, objects: Mapping[str, list[OciObject]], asked_at: float
+    ) -> Mapping[str, list[OciObject]]:
         """Cache an answer unless the cached one was requested later; return the cached answer."""
         with self._lock:
             if asked_at >= self._loaded_at:
@@ -202,7 +202,7 @@ class ObjectList:
             self._client.push_blob(digest_of(EMPTY), EMPTY)
             self._has_empty = True
 
-    def _withdraw(self, objects: Sequence[StoredObject]) -> None:
+    def _withdraw(self, objects: Sequence[OciObject]) -> None:
         """Remove objects from the registry's list and from the cache."""
         if not objects:
             return
@@ -221,7 +221,7 @@ class ObjectList:
             }
             self._objects, self._changed_at = kept, time.monotonic()
 
-    def _forget(self, objects: Sequence[StoredObject], *, must: bool = False) -> None:
+    def _forget(self, objects: Sequence[OciObject], *, must: bool = False) -> None:
         """Delete the manifests of objects if the registry allows it; with `must`, or raise."""
         for stored in objects:
             self._mine.pop(stored.manifest_digest, None)

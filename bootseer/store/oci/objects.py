@@ -34,7 +34,7 @@ _SHA256 = re.compile("sha256:[0-9a-f]{64}")
 _NUMBER = re.compile("[0-9]{1,19}")
 
 
-class StoredObject(Struct, frozen=True):
+class OciObject(Struct, frozen=True):
     """Object of a store: its key, its blob and its manifest."""
 
     key: str
@@ -105,7 +105,7 @@ def _rfc3339(time_ns: int) -> str:
     return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def decode_object(descriptor: Mapping[str, Any]) -> StoredObject | None:
+def decode_object(descriptor: Mapping[str, Any]) -> OciObject | None:
     """Return the object of a descriptor in a list of referrers; None for other descriptors."""
     annotations = descriptor.get("annotations")
     manifest_digest = descriptor.get("digest")
@@ -128,12 +128,12 @@ def decode_object(descriptor: Mapping[str, Any]) -> StoredObject | None:
     except InvalidInputError:
         return None
     replaces = annotations.get(_REPLACES) == "true"
-    return StoredObject(key, digest, int(size), int(written), replaces, manifest_digest)
+    return OciObject(key, digest, int(size), int(written), replaces, manifest_digest)
 
 
-def objects_by_key(descriptors: Iterable[Any]) -> dict[str, list[StoredObject]]:
+def objects_by_key(descriptors: Iterable[Any]) -> dict[str, list[OciObject]]:
     """Return the objects in a list of referrers by key, the valid one of each key last."""
-    found: dict[str, list[StoredObject]] = {}
+    found: dict[str, list[OciObject]] = {}
     for descriptor in descriptors:
         stored = decode_object(descriptor) if isinstance(descriptor, dict) else None
         if stored is not None:
