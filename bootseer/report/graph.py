@@ -154,7 +154,7 @@ def tracks_of(stages: Iterable[Stage], origin_ns: int) -> list[Track]:
 
 
 def without_restarts(stages: Sequence[Stage]) -> tuple[Sequence[Stage], Heading]:
-    """Keep one round of workers of those that were restarted in place; also return the heading.
+    """Return the stages of one round of restarted workers, and the heading of the start.
 
     The first round that became ready is kept; if none did, the first round. `stages` are those of
     one node, at least one.

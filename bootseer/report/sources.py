@@ -44,7 +44,7 @@ class TimelineFile(Struct, frozen=True):
 
     name: str
     """File name without suffix: `TIME-PID-NODE-RANK`."""
-    content: "Path | StoredObject | bytes"
+    content: "Path | TimelineObject | bytes"
     """Place of the lines, or an object that was fetched, or lines that were made (`is_packed`)."""
     modified_ns: int = 0
     size_bytes: int = 0
@@ -55,11 +55,11 @@ class TimelineFile(Struct, frozen=True):
     @property
     def is_remote(self) -> bool:
         """Whether a read waits for a network, so that several threads should read at once."""
-        return isinstance(self.content, StoredObject)
+        return isinstance(self.content, TimelineObject)
 
     def fetch(self) -> "TimelineFile":
         """Return the timeline with a remote object in memory; empty, with a warning, if gone."""
-        if not isinstance(self.content, StoredObject):
+        if not isinstance(self.content, TimelineObject):
             return self
         store, key = self.content
         try:
@@ -71,7 +71,7 @@ class TimelineFile(Struct, frozen=True):
 
     def read(self) -> bytes:
         """Return the timeline's lines; empty if it is damaged or larger than `BYTES_MAX`."""
-        if isinstance(self.content, StoredObject):
+        if isinstance(self.content, TimelineObject):
             return self.fetch().read()
         if isinstance(self.content, Path):
             return _read_file(self.content)
@@ -82,8 +82,8 @@ class TimelineFile(Struct, frozen=True):
             return b""
 
 
-class StoredObject(NamedTuple):
-    """Object of a store."""
+class TimelineObject(NamedTuple):
+    """Timeline in a store: the store and the key of its object."""
 
     store: Store
     key: str
@@ -422,7 +422,7 @@ class StoredTimelines(Struct, frozen=True):
                 continue
             if info.size_bytes <= OBJECT_BYTES_MAX and (start in found or len(found) < STARTS_MAX):
                 name = rest[0].removesuffix(_STORED_SUFFIX)
-                place = StoredObject(self.store, info.path)
+                place = TimelineObject(self.store, info.path)
                 file = TimelineFile(name, place, info.modified_ns, info.size_bytes)
                 found.setdefault(start, []).append(file)
         starts = []
