@@ -65,10 +65,7 @@ class FramePlan(Struct, frozen=True):
 
 
 def plan_stored_frames(tree: Tree) -> FramePlan:
-    """Return the frames that an extraction of all of `tree` reads. Pure.
-
-    Blobs without frames are left out.
-    """
+    """Return the frames that an extraction of all of `tree` reads. Pure."""
     # Frames are numbered through all blobs.
     firsts = [0, *accumulate(len(blob.frames) for blob in tree.blobs)]
     c = tree.columns
@@ -126,10 +123,7 @@ def _end(frame: Frame) -> int:
 
 
 class StoredFrames(Closing):
-    """Reader of stored frames for one extraction by `blob.extract`.
-
-    `read` is for one thread at a time.
-    """
+    """Reader of stored frames for `blob.extract`. `read` is for one thread at a time."""
 
     def __init__(
         self,

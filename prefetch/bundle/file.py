@@ -142,10 +142,7 @@ class BundleFile:
         return data
 
     def read_ahead(self, number: int) -> None:
-        """Ask the kernel to read a frame from the disk into memory, without waiting.
-
-        Never raises.
-        """
+        """Ask the kernel to read a frame from the disk ahead, without waiting. Never raises."""
         starts = self._extents.starts
         self._content.read_ahead(starts[number], starts[number + 1] - starts[number])
 
@@ -308,10 +305,7 @@ class ExtentMap:
             i += 1
 
     def place_of(self, blob: int, offset: int, length: int) -> int:
-        """Return the offset of a stream's bytes in the bundle's content.
-
-        Return -1 unless one extent has all of them.
-        """
+        """Return the place of bytes that lie in one extent in the bundle's content; else -1."""
         offsets, ends, _, places = self._columns[blob]
         i = bisect_right(offsets, offset) - 1
         if i < 0 or offset + length > ends[i]:

@@ -148,7 +148,6 @@ class Bundle(Struct, frozen=True):
 
     @property
     def stream_bytes(self) -> int:
-        """Uncompressed size of all frames."""
         return sum(frame.stream_length for frame in self.frames)
 
 
@@ -311,10 +310,7 @@ def _frames(
 
 
 def decode_frame(frame: BundleFrame, stored: bytes | memoryview) -> bytes:
-    """Decompress a frame. `stored` must have been checked against its digest, as transfers do.
-
-    Raises: CorruptError.
-    """
+    """Decompress a frame whose digest has been checked. Raises: CorruptError."""
     # The header bounds the size of the content, so that no ratio of compression is too high.
     content = expand(stored, "a frame of the bundle", frame.stream_length, frame.stream_length)
     if len(content) != frame.stream_length:

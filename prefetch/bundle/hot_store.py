@@ -173,10 +173,7 @@ def read_header(store: Store, pointer: HotPointer) -> bytes:
 def decode_bundle(
     header: bytes, pointer: HotPointer, stream_lengths: Sequence[int], where: str
 ) -> Bundle:
-    """Decode a header after comparing it with the pointer's digest.
-
-    Raises: CorruptError, UnknownFormatError.
-    """
+    """Decode a header after checking its digest. Raises: CorruptError, UnknownFormatError."""
     if hashlib.sha256(header).hexdigest() != _hex(pointer.bundle_digest):
         key = header_key(pointer.bundle_digest)
         raise CorruptError(f"{where}/{key} does not match the digest in its name")
@@ -267,10 +264,7 @@ def keep_bundle(settings: Settings, workload: str, pointer: HotPointer, header: 
 def read_kept_bundle(
     settings: Settings, index_digest: str, workload: str, stream_lengths: Sequence[int]
 ) -> tuple[HotPointer, Bundle] | None:
-    """Return the bundle that was last kept on this node; None if there is no intact copy.
-
-    The store may have a newer bundle.
-    """
+    """Return this node's copy of a bundle, maybe an older one; None unless it is intact."""
     path = _copy_path(settings, index_digest, workload)
     try:
         data = _read_copy(path, POINTER_FORM.size_max)

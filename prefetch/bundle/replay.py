@@ -288,7 +288,6 @@ class BundleReplay:
 
     @property
     def remaining_count(self) -> int:
-        """Number of frames that are not present yet."""
         return self._pending.count(1)
 
     def _is_here(self, number: int) -> bool:

@@ -101,10 +101,7 @@ def _keys(own: SimilarImage, reference: str, workload: str) -> list[str]:
 
 
 def read_similar(store: Store, key: str) -> tuple[SimilarImage, ...]:
-    """Return the images that the record at `key` lists.
-
-    Raises: CorruptError, UnknownFormatError, UnavailableError.
-    """
+    """Read a record. Raises: CorruptError, UnknownFormatError, UnavailableError."""
     try:
         return FORM.read(store, key).images
     except NotFoundError:

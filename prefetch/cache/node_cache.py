@@ -178,10 +178,7 @@ class NodeCache:
     def open_pieces(
         self, key: str, starts: Sequence[int], *, takes_frames: bool = True
     ) -> CachedStream:
-        """Open the stream `key`, and create it if it is new. For the arguments see `CachedStream`.
-
-        Raises: BootseerError.
-        """
+        """Open or create the stream `key`. See `CachedStream`. Raises: BootseerError."""
         directory = self.path_of(key)
         stream = CachedStream(
             directory,
@@ -276,10 +273,7 @@ class NodeCache:
     # ---- whole streams --------------------------------------------------------------------
 
     def new_stream(self) -> "WholeStream":
-        """Start a stream that arrives whole and in order. Other processes see it after `commit`.
-
-        Raises: BootseerError.
-        """
+        """Start a stream that becomes visible with `commit`. Raises: BootseerError."""
         # Imported here, since most processes pull nothing.
         from bootseer.prefetch.cache.whole_stream import WholeStream
 

@@ -406,10 +406,7 @@ class CachedStream:
         return content[offset - start : offset - start + length] if is_intact else None
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return bytes that must be present.
-
-        Raises: CorruptError if they are absent or damaged; OSError.
-        """
+        """Return present bytes. Raises: CorruptError if absent or damaged; OSError."""
         data = self.get(offset, length)
         if data is None:
             raise CorruptError(
@@ -478,10 +475,7 @@ class CachedStream:
         return self._compare(number, content)
 
     def _compare(self, number: int, content: bytes | memoryview) -> bool:
-        """Return whether `content`, read from the disk, has the checksum of the piece.
-
-        If not, the piece becomes absent.
-        """
+        """Return whether `content` has the checksum of the piece; if not, make the piece absent."""
         found = checksum(content)
         # Compared twice, since another process may be writing the checksum.
         if found == self._sums[number] or found == self._sums[number]:
@@ -622,7 +616,6 @@ class CachedStream:
                 os.fsync(self._sums_fd)
 
     def _lock_exclusively(self) -> None:
-        """Lock the data file. Raises: BlockingIOError if another process uses the stream."""
         if not try_lock(self._data_fd):
             raise BlockingIOError
 

@@ -87,12 +87,10 @@ class Container(Struct):
 
     @property
     def ready_name(self) -> str:
-        """Socket name for BOOTSEER_READY_SOCKETS."""
         return self.image.ready_name
 
     @property
     def config(self) -> ImageConfig:
-        """Configuration of the image."""
         return self.image.record.config
 
     def bind(self, source: Path, target: str, *, read_only: bool = False) -> None:

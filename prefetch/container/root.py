@@ -106,10 +106,7 @@ def _try_overlay(tree: Path, scratch: Path, root: Path, rootless: bool) -> None:
 
 
 def populate(root: Path, binds: Sequence[Bind]) -> None:
-    """Mount /proc, /sys, /dev and the host's files, and then the user's binds.
-
-    Raises: InvalidInputError, BootseerError.
-    """
+    """Mount what programs need, and the user's binds. Raises: InvalidInputError, BootseerError."""
     try:
         for path in ("/proc", "/sys", "/dev"):
             target = _make_target(root, path, is_dir=True)

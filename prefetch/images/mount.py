@@ -43,7 +43,6 @@ class MountedImage(Closing, Struct, frozen=True):
 
     @property
     def directory(self) -> Path:
-        """Mount point."""
         return Path(self.state.directory)
 
     def status(self) -> dict[str, Any]:
@@ -108,10 +107,7 @@ def mount_image(
 
 
 def find_live_mount(settings: Settings, directory: Path) -> tuple[Path, ServiceState]:
-    """Return the state folder and state of the image or environment mounted on `directory`.
-
-    Raises: NotFoundError.
-    """
+    """Return state folder and state of the mount on `directory`. Raises: NotFoundError."""
     path = str(mount_table.absolute(directory))
     for state_dir, state in live_mounts(settings.run_dir):
         if state.directory == path and state.purpose != CHECKPOINT:

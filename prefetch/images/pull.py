@@ -384,10 +384,7 @@ def _statuses(directory: Path) -> Iterator[os.stat_result]:
 
 
 def _registry_name_in_store(source: str) -> str | None:
-    """Return the name in a store of the image in a registry; None for sources of another kind.
-
-    Raises: InvalidInputError.
-    """
+    """Return the name in a store of an image in a registry. Raises: InvalidInputError."""
     if not source.startswith(REGISTRY):
         return None
     from bootseer.prefetch.sources.registry import store_name

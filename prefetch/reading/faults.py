@@ -33,10 +33,7 @@ _RANGES_MAX = 64
 
 
 class Budget:
-    """Rest of a read's deadline: the time that it may still wait without any bytes.
-
-    For one thread.
-    """
+    """Time that a read may still wait without any bytes. For one thread."""
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
@@ -191,7 +188,6 @@ class FaultRecorder:
         self._hit_bytes += length
 
     def fault(self, wait_ns: int, *, failed: bool) -> None:
-        """Count a fault."""
         with self._lock:
             self._fault_count += 1
             self._failed_count += failed
@@ -201,25 +197,21 @@ class FaultRecorder:
             self._counts[bisect_left(BUCKETS_S, wait_ns / 1e9)] += 1
 
     def bundle_wait(self) -> None:
-        """Count a fault that waited for the bundle."""
         with self._lock:
             self._bundle_wait_count += 1
 
     def frames(self, *, fault_count: int = 0, readahead_count: int = 0) -> None:
-        """Count frames of blobs that are fetched."""
         with self._lock:
             self._fault_frames += fault_count
             self._readahead_frames += readahead_count
 
     def received(self, *, fault: int = 0, readahead: int = 0, fill: int = 0) -> None:
-        """Count uncompressed bytes that were fetched."""
         with self._lock:
             self._fault_bytes += fault
             self._readahead_bytes += readahead
             self._fill_bytes += fill
 
     def snapshot(self) -> FaultFigures:
-        """Return a frozen copy of the figures of faults."""
         with self._lock:
             ordered = sorted(self._waits_ns)
             return FaultFigures(

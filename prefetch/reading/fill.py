@@ -87,7 +87,6 @@ class Fill:
         self._failures = 0
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -224,7 +223,6 @@ class Fill:
         return self._pause(self._pauses.delay_s(self._failures, dice()))
 
     def _pause(self, pause_s: float) -> bool:
-        """Wait. Return False if the fill must stop."""
         if self._stopping.wait(pause_s):
             self.state = "stopped"
             return False

@@ -151,10 +151,7 @@ _PREFIX = "bootseer_image_"
 
 
 def render(figures: LaunchFigures, slot: int) -> str:
-    """Return the figures as a file for Prometheus.
-
-    `slot` tells simultaneous mounts of the same image and workload apart.
-    """
+    """Return the figures for Prometheus. `slot` tells equal mounts apart."""
     own = (("image", figures.image), ("workload", figures.workload), ("slot", str(slot)))
     return render_families(_families(figures), own)
 

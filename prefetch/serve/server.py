@@ -247,10 +247,7 @@ class ImageServer:
         self._store.close()
 
     def _watch(self, user: ProcessId) -> None:
-        """Unmount when this process ends, unless others use an overlay over the tree.
-
-        Raises: OSError.
-        """
+        """Unmount when this process ends and no other uses the tree. Raises: OSError."""
         state_dir = self._plan.state_dir
         if users.is_kept(state_dir):
             return
@@ -414,7 +411,6 @@ class Upkeep:
         self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
 
     def start(self) -> None:
-        """Start the threads."""
         self._thread.start()
         if self._fill is not None:
             self._fill.start()
@@ -427,7 +423,6 @@ class Upkeep:
             self._file.write(name, lambda slot: render(figures, slot))
 
     def fill_figures(self) -> FillFigures:
-        """Return the figures of the background fill."""
         state = "off" if self._fill is None else self._fill.state
         missing_bytes = self._streams.image_bytes - self._streams.proven_bytes
         return FillFigures(state, self._rate, missing_bytes)
@@ -450,7 +445,6 @@ class Upkeep:
             self._pause()
 
     def _pause(self) -> None:
-        """Wait for the next round."""
         ends_s = time.monotonic() + _ROUND_S
         while (left_s := ends_s - time.monotonic()) > 0:
             self._streams.drop_refuted()

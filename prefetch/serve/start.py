@@ -121,10 +121,7 @@ class Start:
     # ---- beginning and end ----------------------------------------------------------------
 
     def begin(self, store_pages: StorePages | None) -> None:
-        """Look up the bundle and replay it, in the background.
-
-        `store_pages`: `Operations.store_pages`.
-        """
+        """Look up and replay the bundle in the background. `store_pages`: see `Operations`."""
         self._without_replay = ReplayState.LOOKING
         self._open_root()
         self._streams.expect_bundle()
