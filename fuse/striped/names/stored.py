@@ -74,7 +74,7 @@ def plain_view(path: str, info: FileInfo) -> FileView:
     )
 
 
-class StoredFiles:
+class StoredNames:
     """Logical files as they are in the storage now, by path."""
 
     def __init__(self, backend: Backend) -> None:

@@ -31,7 +31,7 @@ from bootseer.fuse.striped.layout import (
 from bootseer.fuse.striped.names.retired import RetiredParts
 from bootseer.fuse.striped.names.stored import (
     FileStatus,
-    StoredFiles,
+    StoredNames,
     new_generation,
     plain_view,
     refuse,
@@ -74,7 +74,7 @@ class StripedTree:
         """`grace_s`: how long replaced parts stay for readers on other nodes."""
         self.backend = backend
         self.reader = reader
-        self.stored = StoredFiles(backend)
+        self.stored = StoredNames(backend)
         self._counters = counters
         self._patience_s = patience_s
         self._retired = RetiredParts(backend, grace_s, self._generations_in_use)

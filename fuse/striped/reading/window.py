@@ -1,10 +1,10 @@
-"""The units of file contents that a mount holds in memory, and those on their way.
+"""Units of file contents that a mount has in memory or is fetching.
 
-The window knows the reads under way and the bytes that are here, and decides which ones are given
-up first. Nothing is fetched twice at the same time. Bytes are handed out only after their checksums
-matched. A wait ends when nothing came for the deadline, or when the asking process is interrupted.
+The window holds pending reads and fetched bytes, and decides which bytes are dropped first. No unit
+is fetched twice at once, and bytes are returned only after their checksums matched. A wait ends
+after a deadline without bytes, or when the requesting process is interrupted.
 
-Thread safety: any thread may call any method, without the engine's lock, which guards the window.
+Thread-safe; callers must not hold the engine's lock, which guards the window.
 """
 
 import errno
@@ -18,14 +18,14 @@ from bootseer.store.backend import Backend
 from bootseer.transfer.engine import FetchEngine
 from bootseer.transfer.ranges import Priority
 
-# A large file is read through few buffers, used again and again: to touch new memory costs more
+# A large file is read through few buffers, which are reused: page faults of new memory cost more
 # than any other step of a read (0.6 to 0.9 CPU s/GiB). The last few units stay for requests that
-# were overtaken by later ones.
+# later requests overtook.
 _PASSED_MAX = 4
 
 
 class CachedRead(UnitRead, Droppable):
-    """A read whose bytes stay in memory, for others, until the memory is needed."""
+    """Read whose bytes stay in memory for later readers, until the memory is needed."""
 
     def __init__(
         self, window: "Window", key: Key, file: OpenFile, span: ByteRange, buffer: memoryview

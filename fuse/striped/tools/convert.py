@@ -1,8 +1,8 @@
 """Conversion of stored files to another form: striped, plain, or striped otherwise.
 
-The new content is complete and durable before it takes the old one's place, in one step, and only
-if the old one is still there. Killed at any moment, the file is as it was, and the bytes written
-so far are garbage for fsck.
+The new content is complete and durable before it replaces the old content in one step, and only if
+the old content is still there. If the process is killed, the file stays as it was, and fsck finds
+the bytes written so far.
 """
 
 import errno
@@ -26,7 +26,7 @@ def is_stored_as(view: FileView, settings: StripeSettings) -> bool:
 
 
 def _is_striped_as(layout: Layout, settings: StripeSettings) -> bool:
-    """Return whether a file was written in one go with these settings.
+    """Return whether a file was written by one save with these settings.
 
     It then has several segments only if it is too large for one, and they are of one size.
     """
@@ -47,8 +47,9 @@ def convert_file(
 ) -> bool:
     """Store the file `path` in the form of `settings`. Return False if it has that form already.
 
-    A process that reads it reads on. Raises: BusyError if another writer replaced it meanwhile
-    (theirs stays), CorruptError if it cannot be read, and the storage's errors.
+    Open readers are not disturbed. Raises: BusyError if another writer replaced the file meanwhile
+    (the other writer's content stays), CorruptError if the file cannot be read, and the storage's
+    errors.
     """
     view = storage.tree.stored.view(path)
     if is_stored_as(view, settings):

@@ -1,8 +1,8 @@
 """Copying of directories into, out of and between striped trees, and the URLs that name them.
 
-A directory appears whole or not at all, if the target can rename one in one step and has nothing
-under that name yet; elsewhere each file does. Files are copied a few at a time. A killed copy
-leaves a directory whose name tells fsck what it is.
+A new directory appears atomically if the target can rename directories; otherwise, and in existing
+directories, each file appears atomically. Files are copied a few at a time. A killed copy leaves a
+directory with a name that fsck recognizes.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ from bootseer.store.local.beneath import sync_directory
 
 _FILES_AT_ONCE = 4
 _COPY_NAME = re.compile(r"\.bootseer-copy-[0-9a-f]{16}")
-# Deeper trees are no checkpoints, but a loop of a broken storage.
+# A deeper tree is no checkpoint, but a loop in a broken storage.
 _MAX_DEPTH = 32
-# Whose URLs may end in options; elsewhere "?" is a letter of a name.
+# Schemes whose URLs may end in options; in other URLs "?" is part of a name.
 _WITH_QUERY = re.compile(r"(hdfs|viewfs|limit\+[a-z0-9+]+)://", re.IGNORECASE)
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
 
 
 class CopyPlace(Struct, frozen=True):
-    """A file or directory in a storage, or on a local disk (`storage` is None)."""
+    """File or directory in a storage, or on a local disk (`storage` is None)."""
 
     storage: StripedStorage | None
     path: str
@@ -267,7 +267,9 @@ def _rename(source: CopyPlace, target: CopyPlace) -> None:
         try:
             target.storage.tree.rename(source.path, target.path, replace=False)
         except FileExistsError as error:
-            raise AlreadyExistsError(f"{target} was made by somebody else meanwhile") from error
+            raise AlreadyExistsError(
+                f"{target} was created by another process meanwhile"
+            ) from error
         return
     try:
         # Replaces at most an empty directory.
@@ -278,7 +280,7 @@ def _rename(source: CopyPlace, target: CopyPlace) -> None:
 
 
 def _remove(place: CopyPlace) -> None:
-    """Remove a place as far as possible. The rest is found by fsck, or has a telling name."""
+    """Remove a file or directory as far as possible; fsck finds the rest by its name."""
     with contextlib.suppress(Exception):
         if place.storage is None:
             shutil.rmtree(place.path, ignore_errors=True)

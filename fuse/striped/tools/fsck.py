@@ -1,9 +1,9 @@
-"""Check of a tree's layouts and parts, and deletion of what crashed savers left behind.
+"""Check of a tree's layouts and parts, and deletion of files that crashed writers left behind.
 
-A save that is going on, on whatever node, looks like garbage until it is committed, so all of these
-must hold right before a deletion: no layout names it; nothing in it was written for `age_s`, by the
-storage's own clock; on HDFS, where a file's time stands still while it is written, no part is open
-for writing. Thread-safe.
+The parts of a running save, on any node, look like garbage until the save is committed. So a file
+or folder is deleted only if, right before, no layout names it, nothing in it was written for
+`age_s` by the storage's own clock, and no part is open for writing (on HDFS the time of a file does
+not change while it is written). Thread-safe.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
 from bootseer.fuse.striped.layout import PARTS_FOLDER
-from bootseer.fuse.striped.names.stored import StoredFiles, is_hidden, new_generation
+from bootseer.fuse.striped.names.stored import StoredNames, is_hidden, new_generation
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.tools.copy_tree import folders_below, is_unfinished_copy
 from bootseer.fuse.striped.tools.verify import part_faults
@@ -41,7 +41,7 @@ class Trouble(Struct, frozen=True):
 
 
 class Garbage(Struct, frozen=True):
-    """A stored file or folder that no file needs, unless a save that is going on writes it."""
+    """Stored file or folder that no layout names; a running save may be writing it."""
 
     path: str
     size_bytes: int
@@ -66,19 +66,19 @@ def check_tree(storage: StripedStorage, path: str = "") -> Iterator[FolderReport
     DeadlineError.
     """
     for folder in folders_below(storage, path):
-        # An unfinished copy is garbage as a whole, or somebody is still copying.
+        # An unfinished copy is garbage as a whole, or still being written.
         if not any(map(is_unfinished_copy, folder.split("/"))):
             yield check_folder(storage.backend, storage.tree.stored, folder)
 
 
-def check_folder(backend: Backend, stored: StoredFiles, folder: str) -> FolderReport:
+def check_folder(backend: Backend, stored: StoredNames, folder: str) -> FolderReport:
     """Check the files of one directory. Raises: NotFoundError, UnavailableError, DeadlineError."""
     troubles: list[Trouble] = []
     runs: list[FileInfo] = []
     copies: list[FileInfo] = []
     named: set[str] = set()
     count = 0
-    # Before the files: then a save that is committed meanwhile has a file.
+    # Listed before the files, so that the layouts of saves that end meanwhile are found.
     parts: list[FileInfo] = []
     with contextlib.suppress(NotFoundError):
         parts += backend.list(parts_folder(folder))
@@ -173,7 +173,7 @@ def _delete(
     backend = storage.backend
     old = []
     for one in batch:
-        # The report may be as old as its reader was slow.
+        # The report may be old by now.
         with contextlib.suppress(NotFoundError):
             found = _with_all_below(backend, backend.stat(one.path))
             measured = _measure(found)

@@ -39,7 +39,7 @@ class PartFault(Struct, frozen=True):
 
 
 class Damage(Struct, frozen=True):
-    """A run of bytes of a file that cannot be read as it was written."""
+    """Consecutive bytes of a file that cannot be read as they were written."""
 
     stored_path: str
     """The part, or the ordinary file itself, relative to the storage's URL."""
@@ -70,11 +70,11 @@ def verify_file(
     threads: ThreadPoolExecutor,
     on_progress: Callable[[int], None] = lambda count: None,
 ) -> list[Damage]:
-    """Read a file whole, and return its damages in the order of its bytes.
+    """Read a whole file, and return its damages in the order of its bytes.
 
-    A block that does not match is read once more before it counts: another replica may answer.
-    `on_progress` is told bytes, from several threads. Raises: DeadlineError when the storage does
-    not answer at all.
+    A block that does not match is read again before it counts: another replica may answer.
+    `on_progress` receives numbers of bytes, from several threads. Raises: DeadlineError if the
+    storage does not answer at all.
     """
     damages: list[Damage] = []
     for fault in part_faults(backend, view):
@@ -115,7 +115,7 @@ def _logical(segment: Segment, part: int, stored_offset: int) -> int:
 
 
 def _runs(view: FileView) -> Iterator[_Run]:
-    """Yield the whole file in runs of whole blocks, of a few MiB where blocks allow that."""
+    """Yield the whole file in runs of whole blocks, of a few MiB if the blocks are not larger."""
     if view.layout is None:
         for start in range(0, view.size_bytes, _STEP_BYTES):
             length = min(_STEP_BYTES, view.size_bytes - start)

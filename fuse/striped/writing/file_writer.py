@@ -100,7 +100,7 @@ class FileWriter:
         self._expected = base.identity if base is not None else expected
         self._unchanged_bytes = base.size_bytes if base is not None else 0
         self._form: Form | None = None
-        """What was sent; None as long as everything is in the tail."""
+        """Stored form of the sent bytes; None while all bytes are in the tail."""
         self._tail = Tail()
         self._announced_bytes = 0
         self._error: BaseException | None = None
@@ -128,12 +128,12 @@ class FileWriter:
 
     @property
     def size_bytes(self) -> int:
-        """Length of the file, with all that was written, or announced by `truncate`, so far."""
+        """Length of the file: the end of the written bytes, or a larger size set by `truncate`."""
         return max(self._end, self._announced_bytes)
 
     @property
     def sent_bytes(self) -> int:
-        """Offset before which nothing can be changed any more."""
+        """Length of the bytes that were sent and cannot be changed any more."""
         return self._form.sent_bytes if self._form is not None else 0
 
     @property
@@ -143,27 +143,27 @@ class FileWriter:
 
     @property
     def starts_anew(self) -> bool:
-        """Whether the next `publish` replaces any file that has the name then."""
+        """Whether the next `publish` replaces whatever file has the name."""
         return self._expected is None
 
     @property
     def has_parts(self) -> bool:
-        """Whether bytes of the file were sent to the storage, beside its name."""
+        """Whether bytes of the file were sent to the storage."""
         return self._form is not None
 
     @property
     def has_new_parts(self) -> bool:
-        """Whether parts were sent that only the next `publish` makes part of the file."""
+        """Whether parts were sent that are not published yet."""
         return self._form is not None and self._form.has_new_parts
 
     @property
     def has_failed(self) -> bool:
-        """Whether an earlier call failed, so that every later one will."""
+        """Whether an earlier call failed, so that all later calls fail."""
         return self.state is WriterState.FAILED
 
     @property
     def was_written(self) -> bool:
-        """Whether bytes are in this process alone: written, or cut, since the last `publish`."""
+        """Whether the file was written or truncated since the last `publish`."""
         return self.state is WriterState.DIRTY
 
     @property
@@ -174,7 +174,7 @@ class FileWriter:
     # ---- writing ------------------------------------------------------------------------------
 
     def append(self, data: Data, cancelled: Callable[[], bool] = _never) -> int:
-        """Write at the end of the file, which may have grown since the caller looked."""
+        """Write at the current end of the file; return the count."""
         with self._lock:
             return self.write(self.size_bytes, data, cancelled)
 
@@ -191,7 +191,7 @@ class FileWriter:
             if not count:
                 return 0
             gap = offset - self._end
-            with _Failing(self):
+            with _FailOnError(self):
                 if offset < self.sent_bytes or gap > self._settings.stripe_unit_bytes:
                     raise UnsupportedError(
                         f"{self.path}: a striped file is written from start to end; what lies "
@@ -218,9 +218,9 @@ class FileWriter:
         """
         with self._lock:
             self._check()
-            # A file that was opened empty, and is then told to be so, was emptied for certain.
-            is_emptied_again = size_bytes == 0 and self.state in _UNPUBLISHED
-            if size_bytes == self.size_bytes and not is_emptied_again:
+            # An explicit truncation of a new, empty file counts as a change.
+            is_truncated_again = size_bytes == 0 and self.state in _UNPUBLISHED
+            if size_bytes == self.size_bytes and not is_truncated_again:
                 return
             if size_bytes == 0:
                 self._reset()
@@ -254,29 +254,29 @@ class FileWriter:
     # ---- committing ---------------------------------------------------------------------------
 
     def publish(self, cancelled: Callable[[], bool] = _never) -> None:
-        """Make everything that was written the file's content, durably and in one step.
+        """Make the written bytes the file's content, durably and in one step, if they changed.
 
-        Do nothing if nothing changed. The bytes of a detached file are made durable, so that they
-        can be read back. Raise as `write`, and ESTALE if the file that is appended to was replaced.
+        The bytes of a detached file are only made durable, so that they can be read back. Raise as
+        `write`, and ESTALE if the file that bytes are appended to was replaced.
         """
         with self._lock:
             self._check()
             if self.is_detached:
                 self._save(cancelled)
             elif self.needs_publishing:
-                with _Failing(self):
+                with _FailOnError(self):
                     self._publish(cancelled)
 
     def publish_as(self, path: str) -> None:
         """Publish the file under another name, which it keeps.
 
-        If that fails the file has its old name. It has failed as well, unless no byte was sent yet.
+        On an error the file keeps its old name; it also fails if bytes were sent.
         """
         with self._lock:
             self._check()
             old_path, self.path = self._path, path
             try:
-                with _Failing(self) if self._form is not None else contextlib.nullcontext():
+                with _FailOnError(self) if self._form is not None else contextlib.nullcontext():
                     self._publish(_never)
             except BaseException:
                 self.path = old_path
@@ -291,15 +291,15 @@ class FileWriter:
             form = self._form or self._begin_form()
             view = form.publish(self._tail, self._expected, cancelled)
         if self._form is not None or self._expected is not None:
-            # What comes next builds on what is stored: it must still be the file's.
+            # Later bytes are appended to this generation, which must not be replaced until then.
             self._expected = view.identity
         self._note_stored(view, WriterState.CLEAN)
 
     def _save(self, cancelled: Callable[[], bool]) -> None:
-        """Make the bytes of a detached file durable. A file that is only a tail stays in memory."""
+        """Make the bytes of a detached file durable; a file that is only a tail stays in memory."""
         if self._form is None or self.state is not WriterState.DIRTY:
             return
-        with _Failing(self):
+        with _FailOnError(self):
             self._fill_up(cancelled)
             view = self._form.store_nameless(self._tail, cancelled)
         if view is not None:
@@ -312,17 +312,17 @@ class FileWriter:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other threads out of the writer, after the call that is under way."""
+        """Hold the writer's lock in the `with` block."""
         with self._lock:
             yield
 
     def detach(self) -> None:
-        """Forget the name: the file was unlinked, or replaced by a rename."""
+        """Note that the file has lost its name: it was unlinked, or replaced by a rename."""
         with self._lock:
             self.is_detached = True
 
     def attach(self) -> None:
-        """Undo `detach`: the file has its name after all."""
+        """Undo `detach`."""
         with self._lock:
             self.is_detached = False
 
@@ -334,7 +334,7 @@ class FileWriter:
             self._discard(0.0)
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Discard the unpublished bytes; that goes on in the background after `wait_s`.
+        """Discard the unpublished bytes, after `wait_s` in the background.
 
         Idempotent, never raises.
         """
@@ -347,7 +347,7 @@ class FileWriter:
 
     @property
     def _end(self) -> int:
-        """Offset at which the bytes end that were written."""
+        """End of the written bytes."""
         return self.sent_bytes + self._tail.length
 
     def _fill_up(self, cancelled: Callable[[], bool]) -> None:
@@ -379,7 +379,7 @@ class FileWriter:
 
     def _begin_form(self) -> Form:
         if self.is_detached:
-            # No other tool will see the file, and parts can be read back without a name.
+            # Parts can be read back without a name, and no other tool needs to read the file.
             self._form = StripedForm(self._shared, self._path, self._settings)
         else:
             self._form = begin_form(self._shared, self._path, self._settings, self._tail)
@@ -388,7 +388,7 @@ class FileWriter:
     def _reset(self) -> None:
         self._discard(0.0)
         self._announced_bytes = 0
-        # This is a new file from now on: any file that has the name is replaced.
+        # The file is new from now on, and replaces whatever file has the name.
         self._expected = None
         self.view = None
         self._unchanged_bytes = 0
@@ -406,10 +406,10 @@ class FileWriter:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), self.path)
 
 
-class _Failing:
-    """Makes the file fail for good if the block raises, also if a wait was interrupted.
+class _FailOnError:
+    """Context manager that makes the file fail if the block raises, even InterruptedError.
 
-    A class, since a generator costs a twentieth of what it takes to write a small file.
+    It is a class because a generator would take 5 % of the time to write a small file.
     """
 
     __slots__ = ("_writer",)

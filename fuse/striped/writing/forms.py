@@ -25,7 +25,7 @@ from bootseer.fuse.striped.layout import (
 from bootseer.fuse.striped.names.stored import new_generation
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
-from bootseer.fuse.striped.writing.part_set import Dealing, PartSet, Round
+from bootseer.fuse.striped.writing.part_set import PartSet, Round, UnitAssignment
 from bootseer.fuse.striped.writing.resources import WriterResources
 from bootseer.fuse.striped.writing.tail import Tail
 from bootseer.store.backend import Piece
@@ -60,7 +60,7 @@ class Form(ABC):
         """Take the next unit; full, unless `publish` follows. Raises: as `PartSet.send`."""
         if self._parts is None:
             deadline_s = self._settings.patience_s
-            self._parts = PartSet(self._shared, self.path, self._dealing(), deadline_s)
+            self._parts = PartSet(self._shared, self.path, self._assignment(), deadline_s)
         self._parts.send(pieces, length, cancelled)
         self.sent_bytes += length
 
@@ -92,7 +92,7 @@ class Form(ABC):
             self._unnamed.clear()
 
     @abstractmethod
-    def _dealing(self) -> Dealing: ...
+    def _assignment(self) -> UnitAssignment: ...
 
     def _finish(self, tail: Tail, cancelled: Callable[[], bool]) -> list[Round]:
         """Store `tail` and everything that was sent; return the rounds since the last publish."""
@@ -146,8 +146,8 @@ class StripedForm(Form):
         The bytes are returned only if they are all of that segment and may still grow.
         """
         growing = tail.join() if self._parts is None else b""
-        dealing = self._dealing()
-        self._segments += [each.segment(dealing) for each in self._finish(tail, cancelled)]
+        assignment = self._assignment()
+        self._segments += [each.segment(assignment) for each in self._finish(tail, cancelled)]
         if len(self._segments) > MAX_SEGMENT_COUNT:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self.path)
         return Layout(new_generation(), tuple(self._segments)), growing
@@ -159,10 +159,10 @@ class StripedForm(Form):
             self.sent_bytes -= len(growing)
             tail.append(growing)
 
-    def _dealing(self) -> Dealing:
+    def _assignment(self) -> UnitAssignment:
         settings = self._settings
         is_object_store = not self._shared.backend.traits.one_step_rename
-        return Dealing(
+        return UnitAssignment(
             settings.stripe_unit_bytes,
             settings.block_bytes,
             settings.stripe_count,
@@ -212,9 +212,9 @@ class PlainForm(Form):
         self._shared.tree.discard(self.path, {part_round.generation})
         return self._base
 
-    def _dealing(self) -> Dealing:
+    def _assignment(self) -> UnitAssignment:
         settings = self._settings
-        return Dealing(
+        return UnitAssignment(
             settings.stripe_unit_bytes,
             settings.block_bytes,
             settings.stripe_count if self._can_join else 1,

@@ -1,4 +1,4 @@
-"""Parts of a file that is being written: a thread each, which stores units in one file.
+"""Parts of a file that is being written. The thread of a part stores units in one file.
 
     NO_FILE --create--> WRITING --last unit, close--> STORED
        ^                   |
@@ -6,13 +6,13 @@
        |                   v
        +---pause--- BACKING_OFF          any state --failure that stays, or PartSet failed--> FAILED
 
-A failure that another server may not repeat leads to BACKING_OFF: the part is written again as a
-file with a new name. The bytes come from units that are still in memory, and from what the failed
-file durably holds; those are checked against the block checksums. Up to four files of a part may
-fail after they took bytes. A storage that takes no bytes at all is asked again until the deadline.
+After a failure that may not occur on another server (BACKING_OFF), the part is written again as a
+file with a new name. The bytes come from units that are still in memory, and from the failed file;
+bytes of that file are checked against the block checksums. Up to four files of a part may fail
+after they took bytes. While the storage takes no bytes, attempts go on until the deadline.
 
-Thread safety: the part's own thread runs the states. `queue` and `discard_queue` are for the thread
-that sends; everything else that is public may be read by any thread.
+Thread safety: the part's own thread runs the states. `queue` and `discard_queue` are for the
+sending thread; any thread may read the other public attributes.
 """
 
 import contextlib
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-# Two servers may die during one save. Files that took no bytes cost nothing and do not count.
+# At least two servers may die during one save. Files that took no bytes do not count.
 _FILES_MAX = 4
-# Another server would answer the same, or the deadline has passed already.
+# Another server would give the same answer, or the deadline has passed.
 _FINAL_ERRORS = (
     AlreadyExistsError,
     DeadlineError,
@@ -145,23 +145,23 @@ class PartWriter:
         self._source = source
         self._units: list[Unit] = []
         self._is_complete = False
-        """Whether the last unit has come."""
+        """Whether the last unit was taken from the queue."""
         self._file: _File | None = None
         self._failed_files: list[_File] = []
         self._file_count = 1
         """Number of files that took bytes, counting the current one."""
         self._outage: Attempts | None = None
-        """Attempts since the storage has taken no bytes."""
+        """Attempts since the storage last took bytes."""
         self._pause_s = 0.0
         self._cause: BaseException | None = None
-        """Why the last file failed."""
+        """Error of the last failed file."""
         self._wrong_count = 0
-        """How often bytes were read back that do not match their checksum."""
+        """Count of reads of failed files whose bytes did not match their checksums."""
         self._is_lost = False
-        """Whether bytes are neither in memory nor in any failed file."""
+        """Whether some bytes are neither in memory nor in a failed file."""
 
     def start(self) -> None:
-        """Start the thread. Raise RuntimeError if the system has no thread left."""
+        """Start the thread. Raises: RuntimeError if the system allows no more threads."""
         name = f"stripe-part-{self._label}"
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
@@ -182,7 +182,7 @@ class PartWriter:
                 try:
                     self._step()
                 except BaseException as error:
-                    # hdfs-native panics with exceptions that are no `Exception`.
+                    # Panics of hdfs-native are not of type `Exception`.
                     if not self._may_try_again(error):
                         raise
                     self._give_up_file(error)
@@ -192,18 +192,18 @@ class PartWriter:
             self._end()
 
     def _step(self) -> None:
-        """Do the next thing that the state asks for."""
+        """Carry out the next step of the state machine."""
         if self.state is PartState.BACKING_OFF:
             self._wait_to_begin_again()
             self.state = PartState.NO_FILE
         elif self._file is None:
             if not self._units and not self._take_unit():
-                self.state = PartState.STORED  # no unit ever came
+                self.state = PartState.STORED  # The part has no units.
                 return
             self._file = _File(self.name)
             self._file.writer = self.files.create(
                 self._path_of(self.name),
-                # After a failure the storage's most careful way is the right one.
+                # After a failure the storage's own checksums are used as well.
                 is_checked=self._owner.has_checksums and not self._failed_files,
             )
             self.state = PartState.WRITING
@@ -230,7 +230,7 @@ class PartWriter:
         self._units.append(unit)
         self.size_bytes += unit.length
         assert unit.pieces is not None
-        block_bytes = self._owner.dealing.block_bytes
+        block_bytes = self._owner.assignment.block_bytes
         self.checksums.update(block_checksums(unit.pieces, unit.first_block, block_bytes))
         return True
 
@@ -257,7 +257,7 @@ class PartWriter:
         file.writer = None
         self._owner.note_progress()
         for failed in self._failed_files:
-            # A file that stays is deleted with its folder, when the whole file is replaced.
+            # A file that cannot be deleted now is deleted with its folder later.
             with contextlib.suppress(Exception):
                 self._shared.backend.delete(self._path_of(failed.name))
 
@@ -281,7 +281,7 @@ class PartWriter:
     # ---- failures -----------------------------------------------------------------------------
 
     def _may_try_again(self, error: BaseException) -> bool:
-        """Decide whether the part is written again after `error`, and how long to pause first."""
+        """Return whether the part is written again after `error`; set the pause before that."""
         if self._owner.has_failed or self._is_lost or isinstance(error, _FINAL_ERRORS):
             return False
         if self._file is not None and self._file.sent_count:
@@ -291,7 +291,7 @@ class PartWriter:
             self._outage = None
         if self._outage is None:
             self._outage = Attempts(UNTIL_DEADLINE, self._owner.deadline_s)
-        # Any error may pass, whatever its type: hdfs-native panics with exceptions of its own.
+        # An error of any type may be temporary: hdfs-native has exceptions of its own.
         pause_s = self._outage.pause_s(UnavailableError(str(error)))
         self._pause_s = pause_s or 0.0
         return pause_s is not None
@@ -313,7 +313,7 @@ class PartWriter:
             return
         file.end_holding(memory)
         if file.writer is None:
-            pass  # it was not created, or not as far as we know
+            pass  # It was probably not created.
         elif all(unit.pieces is not None for unit in self._units):
             file.writer.abort()
             file.writer = None
@@ -329,11 +329,11 @@ class PartWriter:
 
     def _read_back(self, file: _File, unit: Unit) -> list[Piece]:
         """Return the bytes of a unit that is not in memory any more, from a file that failed."""
-        offset = file.sent_count * self._owner.dealing.unit_bytes
+        offset = file.sent_count * self._owner.assignment.unit_bytes
         may_come_later = False
         for failed in reversed(self._failed_files):
             if failed.writer is not None:
-                # Where the storage did not answer, its end may be missing still.
+                # If the storage did not answer, the end of the file may appear later.
                 if failed.writer.abandon():
                     failed.writer = None
                 else:
@@ -349,7 +349,7 @@ class PartWriter:
                 if self._matches(data, unit):
                     self._owner.note_progress()
                     return [data]
-                # Another replica may be well.
+                # Another replica may be intact.
                 self._wrong_count += 1
                 may_come_later |= self._wrong_count < WRONG_ATTEMPTS
         self._is_lost = not may_come_later
@@ -357,7 +357,7 @@ class PartWriter:
         raise self._cause
 
     def _matches(self, data: bytes, unit: Unit) -> bool:
-        block_bytes = self._owner.dealing.block_bytes
+        block_bytes = self._owner.assignment.block_bytes
         return all(
             self.checksums[block] == checksum
             for block, checksum in block_checksums([data], unit.first_block, block_bytes)

@@ -1,8 +1,8 @@
 """Write the parts of one file in parallel.
 
-A large file is cut into stripe units of a few MiB. A `PartSet` deals the units to parts, each of
-which is one stored file with a thread of its own (`part.PartWriter`), and waits until the storage
-has confirmed them all. Parts that belong to one segment of the layout form a `Round`.
+A large file is cut into stripe units of a few MiB. A `PartSet` assigns the units to parts, each of
+which is a stored file with its own thread (`part.PartWriter`), and waits until the storage has
+confirmed all parts. The parts of one segment of the layout form a `Round`.
 
     OPEN --finish--> SEALED --every part is stored--> STORED
       +-----------------+--- a part fails, or abort --> FAILED --last thread ends--> REMOVED
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 _POLL_S = 0.2
 
 
-class Dealing(Struct, frozen=True):
+class UnitAssignment(Struct, frozen=True):
     """The rule that assigns stripe units to parts.
 
     With `run_units=None`, consecutive units go to consecutive parts (striped files). Otherwise each
@@ -100,7 +100,7 @@ class Round:
         """Return the paths of the parts, in order. Call it after `PartSet.finish`."""
         return [f"{self.folder}/{part.name}" for part in self.parts]
 
-    def segment(self, dealing: Dealing) -> Segment:
+    def segment(self, assignment: UnitAssignment) -> Segment:
         """Return the layout entry of this round. Call it after `PartSet.finish`."""
         checksums: dict[int, int] = {}
         for part in self.parts:
@@ -108,8 +108,8 @@ class Round:
         return Segment(
             self.generation,
             self.size_bytes,
-            dealing.unit_bytes,
-            dealing.block_bytes,
+            assignment.unit_bytes,
+            assignment.block_bytes,
             tuple(PartFile(part.name, part.size_bytes) for part in self.parts),
             pack_checksums([checksums[block] for block in range(len(checksums))]),
         )
@@ -129,23 +129,23 @@ class PartSet:
     """The parts of one file from its first unit to the commit."""
 
     def __init__(
-        self, shared: WriterResources, path: str, dealing: Dealing, deadline_s: float
+        self, shared: WriterResources, path: str, assignment: UnitAssignment, deadline_s: float
     ) -> None:
-        """`path`: the file. `deadline_s`: how long the storage may take no bytes."""
+        """`path`: the file. `deadline_s`: longest time without progress."""
         self.shared = shared
-        self.dealing = dealing
+        self.assignment = assignment
         self.deadline_s = deadline_s
-        self.has_checksums = dealing.run_units is None
+        self.has_checksums = assignment.run_units is None
         """Whether readers check the parts by our checksums. Runs become an ordinary file."""
         self.state = PartSetState.OPEN
         self._directory = path.rpartition("/")[0]
         self._rounds: list[Round] = []
         self._changed = threading.Condition()
         self._event_count = 0
-        """How often a part settled its charge, ended or failed."""
+        """Count of events: a part has settled its charge, ended or failed."""
         self._error: BaseException | None = None
         self._outage: BaseException | None = None
-        """Last failure of the storage since it has taken no bytes."""
+        """Last failure of the storage since it last took bytes."""
         self._progress_s = time.monotonic()
         shared.memory.begin_file()
 
@@ -158,13 +158,13 @@ class PartSet:
         `deadline_s`, InterruptedError if `cancelled()` returns true, or the error of a failed part.
         """
         self.check()
-        dealing, memory = self.dealing, self.shared.memory
+        assignment, memory = self.assignment, self.shared.memory
         part_round = self._round_of_next()
         unit = self._with_memory(
             lambda: memory.take_unit(
                 pieces,
                 length,
-                part_round.size_bytes // dealing.block_bytes,
+                part_round.size_bytes // assignment.block_bytes,
                 self.deadline_s,
                 lambda: cancelled() or self.has_failed,
             )
@@ -179,7 +179,7 @@ class PartSet:
         if self.has_failed:
             # The part's thread may have ended before.
             part.discard_queue()
-        elif dealing.ends_run(part_round.size_bytes):
+        elif assignment.ends_run(part_round.size_bytes):
             part.queue.put(None)
 
     def finish(self) -> list[Round]:
@@ -230,16 +230,16 @@ class PartSet:
     # ---- for the parts' threads ---------------------------------------------------------------
 
     def note_progress(self) -> None:
-        """Restart the deadline: bytes moved."""
+        """Restart the deadline after the storage took bytes."""
         self._outage = None
         self._progress_s = time.monotonic()
 
     def note_outage(self, error: BaseException) -> None:
-        """Remember why a part is written again."""
+        """Note the error after which a part is written again."""
         self._outage = error
 
     def note_event(self) -> None:
-        """Wake the thread that waits for parts: a part has settled its charge, or has ended."""
+        """Wake the thread that waits for parts, after a part has settled its charge or ended."""
         with self._changed:
             self._event_count += 1
             self._changed.notify_all()
@@ -262,7 +262,7 @@ class PartSet:
             self._remove_folders()
 
     def part_ended(self, part: PartWriter) -> None:
-        """Count a part less that uses the storage."""
+        """Note that the thread of `part` does not use the storage any more."""
         part_round = part.round
         with self._changed:
             part_round.open_count -= 1
@@ -277,28 +277,30 @@ class PartSet:
     # ---- which part takes the next unit -------------------------------------------------------
 
     def _round_of_next(self) -> Round:
-        """Return the round that takes the next unit; begin it if the one before is full."""
+        """Return the round of the next unit; begin a new round if the last one is full."""
         if self._rounds:
             part_round = self._rounds[-1]
             block_bytes = part_round.files.block_bytes
-            if part_round.size_bytes < self.dealing.round_max_bytes(block_bytes, part_round.width):
+            if part_round.size_bytes < self.assignment.round_max_bytes(
+                block_bytes, part_round.width
+            ):
                 return part_round
         with self._changed:
             self._end_round()
             self._rounds.append(
-                Round(self._directory, self.dealing.width, self.shared.backend.group())
+                Round(self._directory, self.assignment.width, self.shared.backend.group())
             )
             return self._rounds[-1]
 
     def _end_round(self) -> None:
-        """Send the end mark to the parts of the last round. Those that had one ignore another."""
+        """Send the end mark to the parts of the last round, which ignore a second mark."""
         for part in self._rounds[-1].parts if self._rounds else ():
             part.queue.put(None)
 
     def _part_of_next(self, part_round: Round, cancelled: Callable[[], bool]) -> PartWriter:
         """Return the part that takes the next unit; begin it if the unit is its first."""
-        number = part_round.size_bytes // self.dealing.unit_bytes
-        run = self.dealing.run_units
+        number = part_round.size_bytes // self.assignment.unit_bytes
+        run = self.assignment.run_units
         if run is not None:
             if number // run == len(part_round.parts):
                 self._begin_part(part_round, self._wait_for_a_place(part_round, cancelled))
@@ -307,7 +309,7 @@ class PartSet:
             charge = self._charge(part_round, number, cancelled)
             if charge is not None:
                 self._begin_part(part_round, charge)
-            elif self.dealing.is_exact:
+            elif self.assignment.is_exact:
                 raise InvalidInputError(
                     f"{self.shared.memory.limit_bytes} bytes of memory are too few to write "
                     f"{part_round.width} parts at once to {self.shared.backend.url}: give more "
@@ -319,9 +321,11 @@ class PartSet:
 
     def _begin_part(self, part_round: Round, charge: Charge) -> None:
         index = len(part_round.parts)
-        source = f"part {index % self.dealing.width:02x}"
-        # Runs begin as others end: each is placed for itself.
-        files = part_round.files if self.dealing.run_units is None else self.shared.backend.group()
+        source = f"part {index % self.assignment.width:02x}"
+        # Runs begin one by one, so each gets a file group of its own.
+        files = (
+            part_round.files if self.assignment.run_units is None else self.shared.backend.group()
+        )
         part = PartWriter(self, part_round, files, f"{index:02x}", source, charge)
         try:
             with self._changed:
@@ -338,7 +342,7 @@ class PartSet:
     ) -> Charge | None:
         """Charge for one more part of `part_round`; return None if there is no memory for it.
 
-        Block while parts of this file may turn out to take less, or are about to end.
+        Block while other parts of this file may still reduce their charges or end.
         """
         self.note_progress()
         while True:
@@ -346,10 +350,10 @@ class PartSet:
             charge = self._with_memory(
                 lambda: self.shared.memory.begin_part(
                     own_count,
-                    self.dealing.unit_bytes,
+                    self.assignment.unit_bytes,
                     self.deadline_s,
                     lambda: cancelled() or self.has_failed,
-                    is_exact=self.dealing.is_exact,
+                    is_exact=self.assignment.is_exact,
                 )
             )
             if charge is not None:
@@ -363,7 +367,7 @@ class PartSet:
                 self._wait(partial(self._has_event_since, seen_count), cancelled)
 
     def _wait_for_a_place(self, part_round: Round, cancelled: Callable[[], bool]) -> Charge:
-        """Block until one more part may be written at once; return its charge."""
+        """Wait until one more part may be written; return its charge."""
         self.note_progress()
         while True:
             with self._changed:
@@ -378,7 +382,7 @@ class PartSet:
     # ---- waiting ------------------------------------------------------------------------------
 
     def _wait(self, until: Callable[[], bool], cancelled: Callable[[], bool]) -> None:
-        """Wait until a condition holds; `_changed` is held. Raise as `send`."""
+        """Wait until `until()` returns True; `_changed` is held. Raise as `send`."""
         while not until():
             self.check()
             self._changed.wait(_POLL_S)
@@ -394,7 +398,7 @@ class PartSet:
         return part_round.open_count < open_count
 
     def _with_memory(self, take: Callable[[], Result]) -> Result:
-        """Return what `take` returns, which waits for memory. Its deadline fails the file."""
+        """Call `take`, which waits for memory; if its deadline passes, the file fails."""
         try:
             return take()
         except InterruptedError:

@@ -9,7 +9,7 @@ from bootseer.store.backend import Backend
 
 
 class WriterResources(Struct, frozen=True, eq=False):
-    """Everything that a `FileWriter` uses beside its own file."""
+    """Shared objects that each `FileWriter` of a storage uses."""
 
     backend: Backend
     tree: StripedTree

@@ -1,13 +1,13 @@
-"""The end of a file that is being written: bytes not yet sent, still open to change.
+"""Last bytes of a file that is being written: not sent to the storage yet, and changeable.
 
-Pure data structure, not thread-safe. Takes a whole buffer over as it is, so that its bytes reach
-the backend without a copy, and joins small writes, so that a million tiny ones stay cheap.
+Pure data structure, not thread-safe. Large buffers are kept as they are, so that they reach the
+backend without a copy; small writes are joined, so that a million of them stay cheap.
 """
 
 from bootseer.store.backend import Piece
 
 Data = Piece | memoryview
-"""What is written. Who is given a bytearray owns it; anything else is copied."""
+"""Bytes of a write. A bytearray belongs to the tail from then on; anything else is copied."""
 
 _LARGE_BYTES = 128 * 2**10
 _JOINED_BYTES = 256 * 2**10
@@ -21,11 +21,11 @@ class Tail:
 
     def __init__(self, data: bytes = b"") -> None:
         self._pieces: list[Piece] = [data] if data else []
-        """Never changed again: they may be on their way."""
+        """Buffers that are never changed again, because they may be on their way."""
         self._last = bytearray()
-        """Follows them, and grows."""
+        """The bytes after `_pieces`, which grow."""
         self._room_bytes = _JOINED_BYTES
-        """How much it may still grow."""
+        """Number of bytes by which `_last` may still grow."""
         self.length = len(data)
 
     def append(self, data: Data) -> None:
@@ -35,7 +35,7 @@ class Tail:
         if isinstance(data, bytearray):
             self._settle()
             self._last = data
-            # What the kernel cut off because the writer's buffer was not aligned fits behind it.
+            # If the writer's buffer is not aligned, the kernel sends its last bytes separately.
             self._room_bytes = _PIECE_BYTES - count
         else:
             if count > self._room_bytes or count >= _LARGE_BYTES:
@@ -61,12 +61,12 @@ class Tail:
         self.length = len(self._last)
 
     def pieces(self) -> list[Piece]:
-        """The content, in order."""
+        """Return the content as buffers, in order."""
         self._settle()
         return list(self._pieces)
 
     def join(self) -> bytes:
-        """The content in one piece."""
+        """Return the content as one bytes object."""
         self._settle()
         if len(self._pieces) == 1 and isinstance(self._pieces[0], bytes):
             return self._pieces[0]
@@ -75,7 +75,7 @@ class Tail:
         return joined
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove the content."""
         self._pieces = []
         self._last = bytearray()
         self._room_bytes = _JOINED_BYTES
@@ -88,7 +88,7 @@ class Tail:
         self._room_bytes = _JOINED_BYTES
 
     def _open(self) -> None:
-        """Make all of the content mutable; random writes into one small file come in runs."""
+        """Make all of the content mutable, for this and further changes."""
         if self._pieces:
             self._last = bytearray(self.join())
             self._pieces = []

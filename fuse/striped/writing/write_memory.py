@@ -1,18 +1,16 @@
 """Memory of the files that a mount writes: stripe units, and the storage client's buffers.
 
-A stripe unit is charged to the mount's memory budget from the moment it is full until the storage
-has its bytes for good. Until then a failed part may need the unit again, so the unit is *kept*:
+A full stripe unit is charged to the mount's memory budget until the storage has stored its part.
+Until then, a failed part may need the unit again, so the unit is *kept*:
 
     taken --the storage's writer has it--> kept --the part is stored--> released
                                              +--memory is short-----> read back if needed
 
-The storage's client library has buffers of its own. HDFS's holds more than three stripe units for
-each open part, which our budget would not see. `begin_part` charges for them.
+The storage's client library has buffers of its own: that of HDFS holds more than three stripe units
+for each open part. `begin_part` charges for these buffers.
 
-Memory that nobody can be made to give up is limited to half of the budget: otherwise parts that
-each wait for their next unit could hold all of the memory.
-
-Thread safety: every method may be called from any thread.
+Memory that cannot be dropped is limited to half of the budget. Otherwise parts that each wait for
+their next unit could hold all of the memory. Thread-safe.
 """
 
 import threading
@@ -21,11 +19,11 @@ from collections.abc import Callable
 from bootseer.fuse.striped.memory import Droppable, Memory, Tier
 from bootseer.store.backend import Piece
 
-# Units in memory for each part that is written at full speed: one that is sent, one in the queue
-# of the part, one that is being filled.
+# Units in memory for each part that is written at full speed: one being sent, one in the part's
+# queue, and one being filled.
 _UNITS_PER_PART = 3
-# A file is written to so many parts even when many files are written: a file on one server stays
-# slow to read for ever.
+# A file gets at least this many parts even if many files are written, because a file on a single
+# server would stay slow to read.
 _PARTS_WANTED = 2
 
 
@@ -34,7 +32,7 @@ class Unit(Droppable):
 
     def __init__(self, pieces: list[Piece], length: int, first_block: int, memory: Memory) -> None:
         self.pieces: list[Piece] | None = pieces
-        """The bytes; None after the memory was given back."""
+        """The bytes; None after the memory was returned."""
         self.length = length
         self.first_block = first_block
         """Number of the unit's first checksum block in its segment."""
@@ -55,7 +53,7 @@ class Charge:
         self._unit_bytes = unit_bytes
         self.charged_bytes = charged_bytes
         self.is_settled = not charged_bytes
-        """Whether the charge is known to be what the part takes; until then it is an estimate."""
+        """Whether the charge is exact; until then it is an estimate."""
 
     def settle(self, *, is_buffered: bool) -> None:
         """Correct the charge after a writer took its first bytes. Never waits.
@@ -66,7 +64,7 @@ class Charge:
         self.is_settled = True
 
     def end(self) -> None:
-        """Return the memory: the part is not written any more. Call it once."""
+        """Return the memory, after the part was written. Call it once."""
         self._memory.end_part(self)
 
 
@@ -78,13 +76,13 @@ class WriteMemory:
         self._memory = memory
         self._writer_bytes = writer_bytes
         self._part_bytes = writer_bytes
-        """Estimated charge of the next part: that of the part which was settled last."""
+        """Estimated charge of the next part: the charge that was settled last."""
         self._half_bytes = memory.limit_bytes // 2
         self._charged_bytes = 0
         self._part_count = 0
         self._file_count = 0
         self._held_bytes = 0
-        """Units that writers of the storage still refer to: dropping them would free nothing."""
+        """Bytes of units that writers of the storage still refer to. Dropping frees nothing."""
         self._lock = threading.Lock()
 
     @property
@@ -95,12 +93,12 @@ class WriteMemory:
     # ---- files and their parts ----------------------------------------------------------------
 
     def begin_file(self) -> None:
-        """Count one more file that is being written. `end_file` must follow."""
+        """Count a file that is being written, until `end_file`."""
         with self._lock:
             self._file_count += 1
 
     def end_file(self) -> None:
-        """Count one file less."""
+        """End the count of a file that is being written."""
         with self._lock:
             self._file_count -= 1
 
@@ -115,10 +113,9 @@ class WriteMemory:
     ) -> Charge | None:
         """Charge for one more part of a file that has `own_count` parts open.
 
-        Return None if the file must do with the parts that it has. The first part of a file is
-        always granted, uncharged if there is no memory. Without `is_exact`, a part also has to
-        leave room for other files. Block while the memory is in use, and raise as
-        `Memory.charge`.
+        Return None if there is no memory for another part. The first part of a file is always
+        granted, uncharged if there is no memory. Without `is_exact`, a part must leave room for
+        other files. Block while the memory is in use, and raise as `Memory.charge`.
         """
         needed_bytes = (self._part_bytes or 3 * unit_bytes) + _UNITS_PER_PART * unit_bytes
         with self._lock:
@@ -128,7 +125,7 @@ class WriteMemory:
                 part_count_max = self._memory.limit_bytes // needed_bytes
                 share = part_count_max // max(1, self._file_count)
                 fits = (
-                    # A quarter is left for the files that come next.
+                    # A quarter of it is left for files that are opened later.
                     charged_bytes <= self._half_bytes * 3 // 4
                     and self._part_count < part_count_max
                     and own_count < share
@@ -207,19 +204,19 @@ class WriteMemory:
             return True
 
     def end_hold(self, count: int) -> None:
-        """Count `count` bytes less that storage writers refer to."""
+        """Note that storage writers do not refer to `count` held bytes any more."""
         with self._lock:
             self._held_bytes -= count
 
     def keep(self, unit: Unit) -> None:
-        """Allow the memory of `unit` to be given back when it is needed."""
+        """Allow the memory of `unit` to be dropped when it is needed."""
         self._memory.offer(unit, Tier.KEPT)
 
     def take_back(self, unit: Unit) -> None:
-        """Forbid giving back the memory of `unit`, if that has not happened yet."""
+        """Forbid dropping the memory of `unit`, unless it was dropped already."""
         self._memory.withdraw(unit)
         if unit.is_dropped:
-            # Another thread may be about to do it.
+            # Another thread may be about to drop it.
             unit.pieces = None
 
     def release(self, unit: Unit) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bootseer.checkpoints import read_into, size_of
 from bootseer.fuse.striped.layout import PARTS_FOLDER
-from bootseer.fuse.striped.names.stored import StoredFiles
+from bootseer.fuse.striped.names.stored import StoredNames
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.tools import fsck
 from bootseer.fuse.striped.tools.fsck import check_folder, check_tree
@@ -41,4 +41,4 @@ def garbage_of(storage: StripedStorage) -> Iterator[fsck.Garbage]:
 
 def find_garbage(backend: Backend, directory: str) -> list[fsck.Garbage]:
     """Return the stored files of a directory that none of its files needs."""
-    return list(check_folder(backend, StoredFiles(backend), directory).garbage)
+    return list(check_folder(backend, StoredNames(backend), directory).garbage)
