@@ -73,7 +73,7 @@ def end_server(directory: Path, state: ServiceState, timeout_s: float) -> None:
 def give_up(directory: Path, wait_s: float = _FAILED_END_S) -> None:
     """End a server that could not begin, or is not needed, and remove its folder. Never raises.
 
-    For `wait_s` the server may end by itself, which it does when nobody waits for its report.
+    For `wait_s` the server may end by itself, which it does when the reader of its report has gone.
     """
     if not wait_released(directory, wait_s):
         state = read_state(directory)
@@ -190,8 +190,7 @@ def _free_stuck(directory: Path) -> bool:
     """Abort the connection of a mount whose killed worker cannot end. Return whether it did.
 
     A worker cannot end while a thread of it stores a page that the worker itself was to bring: the
-    thread keeps the connection open and the folder's lock held, until somebody aborts the
-    connection.
+    thread keeps the connection open and the folder's lock held until the connection is aborted.
     """
     state = read_state(directory)
     if state is None or not state.device_minor:

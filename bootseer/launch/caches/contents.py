@@ -110,7 +110,7 @@ def _is_secret(path: bytes) -> bool:
 def _read_file_info(
     top: int, path: bytes, entry: Entry, read_ns: tuple[int, int]
 ) -> CacheFile | None:
-    """Return the facts about a file that may be kept; None if it may not, or has gone meanwhile."""
+    """Return size and times of a file that may be kept; None if it may not, or has vanished."""
     folder, _, name = path.rpartition(b"/")
     try:
         parent = open_below(top, folder) if folder else os.dup(top)

@@ -111,7 +111,7 @@ class ImportCollector:
         top = name.partition(".")[0]
         stage = None
         if self._depth == 0 and top in _LARGE and top not in sys.modules:
-            # What loads the notes is a part of this import, as the program sees it.
+            # Loading `notes` counts as a part of this import: the program waits for both.
             began_ns = time.time_ns()
             self.first_noted_ns = self.first_noted_ns or began_ns
             notes = self.notes()
