@@ -54,7 +54,7 @@ def stages(inventory: Inventory, deletions: Iterable[str]) -> Iterator[list[str]
 
 
 def _roots(inventory: Inventory, rules: Rules, doomed: set[str]) -> Iterator[str]:
-    """Yield the keys of objects that stay for a reason of their own."""
+    """Yield the keys of objects that stay even if no other object refers to them."""
     limit_ns = inventory.now_ns - int(rules.grace_s * 1e9)
     old = old_members(inventory, rules)
     for key, one in inventory.objects.items():

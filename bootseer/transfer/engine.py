@@ -621,9 +621,9 @@ class FetchEngine:
     def _wake(self, priority: Priority) -> None:
         crews = self._crews_for(priority)
         if not any(crew.wake() for crew in crews) and any(c.stalled_since_s for c in crews):
-            self._look_at(0.0)
+            self._wake_clock_by(0.0)
 
-    def _look_at(self, at_s: float) -> None:
+    def _wake_clock_by(self, at_s: float) -> None:
         """Wake the clock thread at `at_s` at the latest."""
         if at_s < self._due_s:
             self._due_s = at_s
@@ -678,7 +678,7 @@ class FetchEngine:
             job.second_count += one.is_second
             self._running.add(one)
             self._queue.under_way[job.place] += 1
-            self._look_at(min(one.deadline_s, now_s + LOOK_AFTER_S))
+            self._wake_clock_by(min(one.deadline_s, now_s + LOOK_AFTER_S))
             return one, job.earlier
         return None
 
@@ -704,7 +704,7 @@ class FetchEngine:
                 self._bucket.take(job.length, now_s)
             # The clock wakes a thread when the next one is due.
             self._fill_s = self._bucket.ready_at_s(now_s)
-            self._look_at(self._fill_s)
+            self._wake_clock_by(self._fill_s)
             if not is_due:
                 return None
         return job
@@ -799,7 +799,7 @@ class FetchEngine:
         if pause_s > 0:
             job.state, job.resume_s = JobState.RESTING, now_s + pause_s
             heapq.heappush(self._resting, (job.resume_s, next(self._numbers), job))
-            self._look_at(job.resume_s)
+            self._wake_clock_by(job.resume_s)
         else:
             self._enqueue(job)
 
@@ -837,7 +837,7 @@ class FetchEngine:
                 if self._is_closed:
                     return
                 now_s = time.monotonic()
-                due_s = [self._look(one, now_s) for one in tuple(self._running)]
+                due_s = [self._check_try(one, now_s) for one in tuple(self._running)]
                 if self._fill_s <= now_s:
                     self._fill_s = math.inf
                     self._wake(Priority.FILL)
@@ -846,7 +846,7 @@ class FetchEngine:
                 is_idle = self._due_s == math.inf
                 self._alarm.wait(None if is_idle else max(0.0, self._due_s - time.monotonic()))
 
-    def _look(self, one: Try, now_s: float) -> float:
+    def _check_try(self, one: Try, now_s: float) -> float:
         """Check one try; return the time of the next check."""
         if one.job.state is JobState.READING:
             one.look(now_s)

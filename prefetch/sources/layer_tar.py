@@ -128,7 +128,7 @@ def index_layer(stream: ReadableStream, stream_digest: Callable[[], str]) -> Lay
 
 
 class _NullWriter:
-    """A `TarWriter` that writes nothing, for a stream that is stored already."""
+    """`TarWriter` that writes nothing, for a stream that is stored already."""
 
     frame_bytes = FRAME_BYTES
     position = 0

@@ -74,7 +74,7 @@ class Layer(Protocol):
 
 
 class _TeeStream:
-    """A stream whose bytes go to a sink as they are read."""
+    """Stream that copies its bytes to a sink as they are read."""
 
     def __init__(self, stream: ReadableStream, sink: Sink, *, is_hashed: bool) -> None:
         self._stream = stream

@@ -47,8 +47,6 @@ _EXPORT_VERSION = 1
 
 
 class _DeflateBlock(Struct, frozen=True):
-    """Start of a deflate block."""
-
     offset: int
     """Offset of the first whole byte in the gzip file."""
     stream_offset: int

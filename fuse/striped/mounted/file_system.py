@@ -164,7 +164,7 @@ class MountedTree(Operations):
     # ---- looking up and showing -----------------------------------------------------------
 
     def _child_path(self, directory: Node, name: bytes) -> tuple[str, str]:
-        """Return the name as text, and its path. Under the lock."""
+        """Return the name as text, and its path; the lock is held."""
         if len(name) > _NAME_MAX_BYTES:
             raise refuse(errno.ENAMETOOLONG)
         text = os.fsdecode(name)
@@ -195,7 +195,7 @@ class MountedTree(Operations):
             return None, now_s
 
     def _settle(self, directory: Node, name: str, status: FileStatus) -> Node:
-        """Return the node of a name whose status was just read. Under the lock."""
+        """Return the node of a name whose status was just read; the lock is held."""
         known = directory.children.get(name)
         if known is not None and known.is_local:
             # Another node has stored a file of this name, which is not our writer's.
@@ -368,7 +368,7 @@ class MountedTree(Operations):
     def _check_no_parts(self, path: str) -> None:
         """Raise ENOTEMPTY, like NFS, if the folder has parts of a nameless file being written.
 
-        Under the lock.
+        The lock is held.
         """
         for writer in self._nodes.writers():
             if writer.is_detached and writer.has_parts and directory_of(writer.path) == path:
@@ -561,7 +561,7 @@ class MountedTree(Operations):
     def _move_nodes(
         self, directory: Node, name: str, new_directory: Node, new_name: str, *, is_new: bool
     ) -> Node | None:
-        """Rename the nodes of a name. Return the node that lookups find. Under the lock.
+        """Rename the nodes of a name. Return the node that lookups find. The lock is held.
 
         `is_new`: whether the rename published the file, so that the old name's file is gone.
         """

@@ -139,7 +139,7 @@ class OpenFiles:
     def create(
         self, caller: Caller, directory: Node, name: str, path: str, flags: int, opener: int
     ) -> Handle:
-        """Open a new file, which is not stored before it is published. Under the lock."""
+        """Open a new file, which is not stored before it is published. The lock is held."""
         # Another node removed the file that these have emptied.
         emptied = [h for other in directory.writing.get(name, ()) for h in other.handles]
         self._supersede(handle for handle in emptied if handle.will_truncate)
@@ -219,7 +219,7 @@ class OpenFiles:
             return opened_as(handle, is_cached=is_cached)
 
     def _may_read(self, node: Node, view: FileView) -> bool:
-        """Return whether an open of a node may read `view`, its file now. Under the lock."""
+        """Return whether an open of a node may read `view`, its current file. The lock is held."""
         if view.identity == node.status.identity:
             return True
         # Of a file that is written here the kernel keeps no attributes.
@@ -235,7 +235,6 @@ class OpenFiles:
         return True
 
     def _open_to_write(self, caller: Caller, node: Node, path: str, flags: int) -> Opened:
-        """Open the own node of a writer."""
         file, base = None, None
         if not flags & os.O_TRUNC:
             try:
@@ -262,7 +261,7 @@ class OpenFiles:
             return opened_as(handle)
 
     def _own_node(self, caller: Caller, node: Node) -> None:
-        """Make `node` the own node of a writer, or send the kernel to find one. Under the lock.
+        """Make `node` the own node of a writer, or send the kernel to find one. The lock is held.
 
         The first only if the kernel came back without a lookup.
         Raises: OSError (ESTALE), upon which the kernel looks the name up again.
@@ -287,10 +286,10 @@ class OpenFiles:
             self._nodes.make_writing(node)
 
     def _may_pass(self, node: Node, flags: int) -> bool:
-        """Return whether the kernel may read the node's file past us. Under the lock.
+        """Return whether the kernel may read the stored file itself; the lock is held.
 
-        Not if it is open for writing: writes must come to us. O_DIRECT of any alignment works only
-        here.
+        False if the file is open for writing, because writes must come to this server, and for
+        O_DIRECT, whose alignment the stored file may not allow.
         """
         return (
             self._passes_files
@@ -447,7 +446,7 @@ class OpenFiles:
             return handle.writer
 
     def _is_current(self, view: FileView) -> bool:
-        """Return whether the name of `view` still means that generation."""
+        """Return whether the path of `view` still has that generation."""
         try:
             return self._tree.stored.status(view.path).identity == view.identity
         except NotFoundError:
@@ -541,7 +540,7 @@ class OpenFiles:
             handle.writer.close()
 
     def _leave_name(self, node: Node) -> None:
-        """Detach the node of a file that was never published and has no writer. Under the lock.
+        """Detach the node of a file that was never published and has no writer. The lock is held.
 
         The node of another writer of that name takes its place.
         """
@@ -601,12 +600,12 @@ class OpenFiles:
             ]
             self._supersede(late)
         for other in late:
-            # It may be at it, and has written nothing, so that it does not wait for us.
+            # Wait for a publication that has begun. It cannot wait for this handle.
             with other.publishing:
                 pass
 
     def _supersede(self, handles: Iterable[Handle]) -> None:
-        """Note that the file was opened anew, or cut, after these handles. Under the lock."""
+        """Note that a later call opened or truncated the file of `handles`; the lock is held."""
         for handle in handles:
             handle.superseded = True
             self._nodes.note(handle)
@@ -700,7 +699,7 @@ class OpenFiles:
         node.inode = found.shown_inode
 
     def _hold(self, handle: Handle, view: FileView) -> None:
-        """Reopen a handle's reader on `view`. Under the lock."""
+        """Reopen a handle's reader on `view`; the lock is held."""
         old, handle.file = handle.file, self._reader.open(view)
         if old is not None:
             self._reader.close(old)
@@ -714,7 +713,7 @@ class OpenFiles:
     # ---- names that go away under open files ----------------------------------------------
 
     def waiting_at(self, path: str) -> list[Handle]:
-        """Return the handles opened to write at `path` that have no writer yet. Under the lock."""
+        """Return the handles open to write at `path` without a writer; the lock is held."""
         return [
             handle
             for handle in self._nodes.handles.values()

@@ -347,7 +347,6 @@ class FileWriter:
 
     @property
     def _end(self) -> int:
-        """End of the written bytes."""
         return self.sent_bytes + self._tail.length
 
     def _fill_up(self, cancelled: Callable[[], bool]) -> None:

@@ -71,7 +71,7 @@ class PartState(enum.Enum):
 
 
 class _File:
-    """A stored file that takes a part: one attempt."""
+    """Attempt to store a part in a file."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -192,7 +192,6 @@ class PartWriter:
             self._end()
 
     def _step(self) -> None:
-        """Carry out the next step of the state machine."""
         if self.state is PartState.BACKING_OFF:
             self._wait_to_begin_again()
             self.state = PartState.NO_FILE
