@@ -629,7 +629,10 @@ class SourcePlan:
         if self._stand_in == STORE:
             return self._parent != STORE
         offer = offers.get(self._stand_in)
-        if offer is None or STORE not in offer.path or not self._can_use(now_s, offer):
+        if offer is None or not self._can_use(now_s, offer):
+            return False
+        # Where the parent has begun, its other child finds a source, and so the stand-in below it.
+        if STORE not in offer.path and not self._has_met_parent:
             return False
         if offer.is_line_slow:
             return False
