@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.catalogue import all_cases
+from bench.fanout.plot import scale_plot
 from bench.model import Case, only
 from bench.reporting import generated_page
 from bench.reporting.result import Result, save
@@ -24,6 +25,7 @@ _HERE = Path(__file__).resolve().parent
 _RESULTS = _HERE / "results"
 _README = _HERE.parent / "README.md"
 _DOCUMENT = _HERE.parent / "docs" / "benchmarks.md"
+_PLOT = _HERE.parent / "docs" / "scale.svg"
 _PACKAGES = ("bootseer", "fuse", "prefetch", "snapshots")
 
 
@@ -88,7 +90,10 @@ def main(
         results = generated_page.load_results(_RESULTS)
         _README.write_text(generated_page.readme(_README.read_text(), results))
         _DOCUMENT.write_text(generated_page.benchmarks(_DOCUMENT.read_text(), results, cases))
-        click.echo("wrote the tables of README.md and docs/benchmarks.md", err=True)
+        for result in results:
+            if result.case == "fanout":
+                _PLOT.write_text(scale_plot(result))
+        click.echo("wrote the tables of README.md and docs/benchmarks.md, and the plot", err=True)
     elif case_name is None and not is_smoke:
         raise click.UsageError("name a case, or use --list, --smoke or --report")
     elif case_name is not None and case_name not in cases:

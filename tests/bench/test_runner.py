@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from bench.__main__ import main as bench
 from bench.catalogue import all_cases
+from bench.fanout.plot import scale_plot
 from bench.model import Case, Column, Sample, Workspace, at_least, only, ratio_of, variant
 from bench.reporting import generated_page
 from bench.reporting.result import from_json, load, save, to_json
@@ -152,6 +153,8 @@ def test_published_tables_are_those_of_the_results() -> None:
         )
         if path.read_text() != written
     ]
+    plots = [scale_plot(result) for result in results if result.case == "fanout"]
+    assert plots == [(REPOSITORY / "docs" / "scale.svg").read_text()]
     assert stale == [], "run `python -m bench --report`"
 
 
