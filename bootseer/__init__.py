@@ -1,8 +1,8 @@
 """Bootseer cuts the start-up time of large training jobs.
 
 For training code: `with bootseer.stage("load data"): ...` and `bootseer.ready()`. Both cost
-nothing outside `bootseer run`. Everything else is the command line (`bootseer --help`) and the
-packages `bootseer.prefetch`, `bootseer.snapshots` and `bootseer.fuse`.
+nothing outside `bootseer run`. `bootseer.checkpoints` reads and writes checkpoints. Everything else
+is the command line (`bootseer --help`).
 """
 
 import time
@@ -28,7 +28,7 @@ def stage(name: str, attributes: Mapping[str, str | int | float | bool] | None =
 
 
 def ready() -> None:
-    """Report the end of the start: the first training step is about to run."""
+    """Report that the job is ready, which ends its start."""
     from bootseer.timeline import ready as announce
 
     announce()

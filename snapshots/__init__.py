@@ -21,7 +21,7 @@
 | `commands`, `shell` | set-up commands and shell scripts, read without running them |
 | `scan` | contents of a directory, and differences between two scans |
 
-No module imports one above it in this table. The package owns `snapshots/` in the store
-(docs/format/snapshot.md) and the `.bootseer-*` folders beside targets. Nothing is imported here, so
-that each part costs only itself.
+No module imports one that is above it in the order of `pyproject.toml` (import-linter). The package
+owns `snapshots/` in the store (docs/format/snapshot.md) and the `.bootseer-*` folders beside
+targets. Nothing is imported here, so that each part costs only itself.
 """

@@ -50,7 +50,7 @@ def _plain(case: str, ratio: str) -> Shown:
 _SAME = "the same"
 _TORCH = "`import torch` in a 1.2 GB image, new node, 1 Gbit: replay"
 _PANDAS = "a script that imports torch and pandas and reads a data file: replay"
-_SHELL = "a shell in that image, of which a start needs next to nothing: replay"
+_SHELL = "a shell in that image, whose start reads almost nothing: replay"
 _ENVIRONMENT = (
     "environment of 1.7 GB and 46,000 files, until `import torch, transformers` is done: "
     "mounted, 1 Gbit"
@@ -80,7 +80,7 @@ ROWS = (
          _of("image", "replay / containerd local, time")),
     _row("&nbsp;&nbsp;indexed, never recorded", "SOCI", "**{}** the time",
          _of("image", "lazy / soci, time")),
-    _row("first start of that image, without any index", "SOCI with its index / without",
+    _row("first start of that image, not indexed by Bootseer", "SOCI with its index / without",
          "{} / **{}** the time", _of("image", "unindexed / soci, time"),
          _of("image", "unindexed / soci unindexed, time"), readme=True),
     _row(_SAME, "containerd 1.6, pull and run", "**{}** the time",

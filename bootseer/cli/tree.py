@@ -133,7 +133,7 @@ class WrappingCommand(Command):
 
 
 class CommandGroup(click.Group):
-    """CommandGroup of the commands in `grammar.COMMANDS` whose words begin with `path`."""
+    """Group of the commands in `grammar.COMMANDS` whose words begin with `path`."""
 
     def __init__(self, path: str, **rest: Any) -> None:
         super().__init__(path.rpartition(" ")[2] or "bootseer", **rest)

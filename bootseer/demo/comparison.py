@@ -1,4 +1,4 @@
-"""LaunchComparison of the demo's two launches, stage by stage. Pure (no I/O)."""
+"""Comparison of the demo's two launches, stage by stage. Pure (no I/O)."""
 
 from collections.abc import Mapping
 

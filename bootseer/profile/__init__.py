@@ -1,1 +1,1 @@
-"""Starts observed: `collect` records in training code, `publish` publishes in the attendant."""
+"""Observation of starts: `collect` records stages of training processes, `publish` sends them."""

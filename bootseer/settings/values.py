@@ -133,7 +133,7 @@ def _folder(text: str) -> Path:
 
 
 class SettingKind(Struct, frozen=True):
-    """SettingKind of values of settings: how they are written, read and shown."""
+    """Kind of a setting's value: how it is written, read and shown."""
 
     placeholder: str
     """Placeholder of a value in help: "SIZE"."""

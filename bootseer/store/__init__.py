@@ -2,7 +2,7 @@
 
 `open_store(url)` opens objects under keys, `open_backend(url)` plain files. Each kind of storage is
 one `Backend`, imported when a URL needs it; libraries such as hdfs-native load with the first call.
-May import `base`, `errors`, `settings`, `linux`, `http`, `registry` and `transfer`.
+May import `base`, `blob`, `errors`, `settings`, `linux`, `http`, `registry` and `transfer`.
 """
 
 import contextlib

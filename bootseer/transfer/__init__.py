@@ -4,6 +4,6 @@
     batch = fetcher.submit(fetches, deliver)    # bootseer.transfer.chunks
     fetcher.demand(chunk, deliver)              # returns when that chunk has been delivered
 
-`engine` does the reads, for chunk fetchers and for checkpoints. `policy` decides whether a failed
-read is tried again, `pace` whether a slow one is. May import `base` and `errors` only.
+`engine` does the reads, for chunk fetchers and for checkpoints. `policy` decides about retries of
+failed reads, `pace` about second requests for slow reads. May import `base` and `errors` only.
 """

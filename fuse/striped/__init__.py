@@ -2,8 +2,8 @@
 
 - model, here: `layout` (the format, docs/format/stripe.md), `view` (where a byte of a generation
   is), `stripe_settings` (how new files are stored)
-- core: `reading` and `writing` (bytes, through one `memory` budget), `names` (what is there,
-  commits, and what was replaced); `storage` puts them together
+- core: `reading` and `writing` (bytes, through one `memory` budget), `names` (lookup,
+  commits, deletion of replaced files); `storage` puts them together
 - edge: `mounted` (the kernel's view, and the processes behind a mount), `tools` (functions, and
   the work behind `bootseer checkpoint`), `fsspec_system` and `fsspec_file` (fsspec), `group` (for
   ranks of one job)
