@@ -284,7 +284,7 @@ class Exchange(Closing):
         self._shares: dict[bytes, _Share] = {}
         self._spare: dict[int, tuple[float, Link]] = {}
         self._guests: Counter[str] = Counter()
-        self._guest_count = 0
+        self._guest_sockets: set[socket.socket] = set()
         self._fed: list[SourceRecord] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -375,10 +375,10 @@ class Exchange(Closing):
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        serving = self._loop.create_task(self._accept())
-        self._tasks.add(serving)
+        self._loop.add_reader(self._listener, self._accept)
         try:
             self._loop.run_forever()
+            self._loop.remove_reader(self._listener)
             for task in self._tasks:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
@@ -386,6 +386,9 @@ class Exchange(Closing):
             self._listener.close()
             for _, link in self._spare.values():
                 link.close()
+            # Connections whose task was cancelled before it began.
+            for sock in self._guest_sockets:
+                sock.close()
             self._loop.close()
 
     def _stop(self) -> None:
@@ -665,24 +668,31 @@ class Exchange(Closing):
 
     # Feeding
 
-    async def _accept(self) -> None:
-        while True:
-            try:
-                sock, address = await self._loop.sock_accept(self._listener)
-            except OSError as error:
-                logger.warning("fan-out: no connection can be taken: %s", error)
-                await asyncio.sleep(1.0)
-                continue
-            host = address[0]
-            if (
-                self._guest_count >= _CONNECTIONS_MAX
-                or self._guests[host] >= _ADDRESS_CONNECTIONS_MAX
-            ):
-                sock.close()
-                continue
-            self._guest_count += 1
-            self._guests[host] += 1
-            self._spawn(self._serve(sock, host))
+    def _accept(self) -> None:
+        """Take a connection; the loop calls this when there is one.
+
+        Not by `loop.sock_accept`, which loses a connection if it is cancelled just then.
+        """
+        try:
+            sock, address = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            logger.warning("fan-out: no connection can be taken: %s", error)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(1.0, self._loop.add_reader, self._listener, self._accept)
+            return
+        host = address[0]
+        if (
+            len(self._guest_sockets) >= _CONNECTIONS_MAX
+            or self._guests[host] >= _ADDRESS_CONNECTIONS_MAX
+        ):
+            sock.close()
+            return
+        sock.setblocking(False)
+        self._guests[host] += 1
+        self._guest_sockets.add(sock)
+        self._spawn(self._serve(sock, host))
 
     async def _serve(self, sock: socket.socket, host: str) -> None:
         """Answer the requests of one connection."""
@@ -709,7 +719,7 @@ class Exchange(Closing):
             pass
         finally:
             sock.close()
-            self._guest_count -= 1
+            self._guest_sockets.discard(sock)
             self._guests[host] -= 1
             self._guests += Counter()  # forget those with none
 

@@ -1,6 +1,7 @@
 """Nodes that feed each other over real sockets, with some of them at fault."""
 
 import contextlib
+import gc
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,3 +188,17 @@ def test_a_user_is_told_how_far_an_object_has_come(job: FanoutJob) -> None:
     assert len(seen) > 1
     job.nodes[1].close()
     assert job.nodes[1].progress(content.name, counts, 30)[1]
+
+
+def test_connections_that_come_as_a_node_ends_are_closed(job: FanoutJob) -> None:
+    """Otherwise the garbage collector finds them, at any time later."""
+    for _ in range(20):
+        job.start(0)
+        clients = [socket.create_connection(job.addresses[0], 5) for _ in range(4)]
+        job.nodes.pop(0).close()
+        for client in clients:
+            with client:
+                client.settimeout(5)
+                with contextlib.suppress(ConnectionResetError):
+                    assert client.recv(1) == b""
+    assert gc.collect() >= 0
