@@ -3,6 +3,7 @@
 `python -m tests.wheel` (see `make wheel-test`): too slow for pytest, and outside of the checkout.
 """
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,10 +35,13 @@ def _check_demo(bootseer: str, cwd: Path) -> None:
         cwd=cwd, check=True, timeout=600, capture_output=True, text=True,
     )  # fmt: skip
     print(done.stderr, done.stdout, sep="\n")
-    shown = readme_output()
+    # A stage that this machine cannot show has one line, and no row in the table.
+    left_out = set(re.findall(r"leaving out the (\w+)", done.stderr))
+    shown = [line for line in readme_output() if line.split()[0] not in left_out]
     for output, is_stderr in ((done.stderr, True), (done.stdout, False)):
         wanted = [line for line in shown if line.startswith("demo: ") is is_stderr]
-        assert without_figures(output) == wanted, wanted
+        found = [line for line in without_figures(output) if line and "leaving out" not in line]
+        assert found == wanted, f"{found} instead of {wanted}"
 
 
 def main() -> None:
