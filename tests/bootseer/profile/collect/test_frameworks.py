@@ -36,6 +36,8 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 parallel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 for _ in range(2):
     parallel(torch.ones(2)).sum().backward()
+# It holds the group, whose threads would still run when the interpreter ends: an abort, at times.
+del parallel
 dist.destroy_process_group()
 
 for _ in range(2):
