@@ -25,8 +25,9 @@ from bench.model import (
 )
 from bench.profile.score import Score, score
 from bootseer.profile.publish.outgoing import encode, outgoing
-from bootseer.report.sources import key_of, pack
+from bootseer.report.sources import pack
 from bootseer.store import open_store
+from bootseer.timeline.stored import key_of
 from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
 from testbed.processes import python_command, tree_cpu_s, tree_peak_bytes

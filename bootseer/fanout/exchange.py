@@ -39,6 +39,7 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.fanout import protocol
+from bootseer.fanout.gathering import KEPT, REFUSED, WAITING, Gathering
 from bootseer.fanout.links import Link, connect, settle, welcome
 from bootseer.fanout.objects import ChunkList, decode_list
 from bootseer.fanout.plan import (
@@ -68,7 +69,8 @@ _STALLED_S = 5.0
 """How long a child may take nothing before it loses its stream."""
 _STORE_IN_FLIGHT = 2
 _STORE_PAUSE_S = 1.0
-_CONNECTIONS_MAX = 256
+_CONNECTIONS_MAX = 512
+"""A group of nodes that hand over their timelines, and as many others."""
 _ADDRESS_CONNECTIONS_MAX = 64
 """Of one address: a hostile member cannot take all places."""
 _REQUESTS_MAX = 1000
@@ -262,6 +264,8 @@ class Exchange(Closing):
         trees: Trees | None = None,
         *,
         listener: socket.socket | None = None,
+        gathering: Gathering | None = None,
+        has_objects: bool = True,
     ) -> None:
         """Listen, and serve from now on.
 
@@ -272,6 +276,9 @@ class Exchange(Closing):
             trees: Who feeds whom; by default without knowledge of racks.
             listener: Socket that listens already, and becomes this object's; by default one at
                 the own port of all addresses.
+            gathering: Where the timelines of other nodes go; None refuses them.
+            has_objects: Whether objects are sent; if not, who asks is hung up on, as if nobody
+                were there.
 
         Raises: InvalidInputError; OSError when the port is taken.
         """
@@ -281,6 +288,7 @@ class Exchange(Closing):
             raise InvalidInputError("the list of nodes lacks the own one")
         self._addresses, self._own, self._key = tuple(addresses), own, key
         self._trees = Trees(len(addresses)) if trees is None else trees
+        self._gathering, self._has_objects = gathering, has_objects
         self._shares: dict[bytes, _Share] = {}
         self._spare: dict[int, tuple[float, Link]] = {}
         self._guests: Counter[str] = Counter()
@@ -703,6 +711,11 @@ class Exchange(Closing):
                 async with asyncio.timeout(_IDLE_S):
                     await link.receive(asked, _IDLE_S)
                 request = protocol.decode_request(asked)
+                if request.operation == protocol.KEEP:
+                    await self._keep(link, request)
+                    break
+                if not self._has_objects:
+                    break
                 if request.operation == protocol.FEED:
                     await self._feed(link, child, request)
                     break
@@ -722,6 +735,20 @@ class Exchange(Closing):
             self._guest_sockets.discard(sock)
             self._guests[host] -= 1
             self._guests += Counter()  # forget those with none
+
+    async def _keep(self, link: Link, request: Request) -> None:
+        """Take a node's timeline, and tell the node when it is in the store."""
+        gathering, length = self._gathering, request.count
+        if gathering is None or not gathering.has_room(length):
+            await link.send(REFUSED, ASK_S)
+            return
+        data = bytes(await link.receive(memoryview(bytearray(length)), SILENCE_S))
+        if content_digest(data) != request.name:
+            raise CorruptError("a timeline that is handed over does not match its digest")
+        kept = asyncio.wrap_future(gathering.keep(data))
+        while not (await asyncio.wait([kept], timeout=HEARTBEAT_S))[0]:
+            await link.send(WAITING, ASK_S)
+        await link.send(KEPT if kept.result() else REFUSED, ASK_S)
 
     async def _feed(self, link: Link, child: int, request: Request) -> None:
         """Send the chunks of a tree as they come, and beats meanwhile."""

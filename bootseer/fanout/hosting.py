@@ -1,7 +1,8 @@
 """Service that receives the objects which the processes of a node ask for.
 
 `take_part` is the main function of the process (`host`). The main thread waits for the end of the
-start and for clients; each client has a thread, which reports the progress of its object.
+start and for clients; each client has a thread, which reports the progress of its object. Once the
+start is ready, its objects are given up, and for some minutes the process passes on timelines.
 """
 
 import array
@@ -14,12 +15,24 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from enum import Enum
 
 from msgspec import Struct
 
 from bootseer.base.requests import request_counts
 from bootseer.errors import BootseerError, CorruptError, NoSpaceError
 from bootseer.fanout.exchange import Exchange, SourceRecord
+from bootseer.fanout.gathering import (
+    GROUP_NODES,
+    KEPT,
+    MAGIC,
+    REFUSED,
+    Gathering,
+    TimelineRoute,
+    gatherer_of,
+    handed_bytes,
+)
 from bootseer.fanout.host import HostPlan
 from bootseer.fanout.keys import key_of, shared_secret
 from bootseer.fanout.local import (
@@ -39,6 +52,7 @@ from bootseer.served.control import is_trusted_peer
 from bootseer.served.ready_socket import ReadySocket
 from bootseer.store import Store, open_own_store, open_store
 from bootseer.timeline import stage
+from bootseer.timeline.stored import gathered_key_of
 from bootseer.transfer.chunks import ChunkFetcher
 from bootseer.transfer.ranges import Chunk
 
@@ -46,6 +60,8 @@ _log = logging.getLogger(__name__)
 
 _WINDOW_S = 900.0
 """A start that has not said `ready()` by then is taken for over."""
+_TIMELINES_S = 660.0
+"""Timelines are published until ten minutes after the start is ready."""
 _CLIENTS_MAX = 64
 _REQUEST_S = 5.0
 _TELL_S = 2.0
@@ -59,31 +75,58 @@ _SPARE_SHARE = 0.5
 
 
 def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket) -> None:
-    """Receive objects and send objects on until the start is over.
+    """Receive objects and send objects on until the start is ready; then pass on timelines.
 
     Raises: BootseerError, OSError.
     """
-    with ours, peers, contextlib.ExitStack() as stack:
-        store = stack.enter_context(open_own_store(plan.settings))
+    with ours, peers, open_own_store(plan.settings) as store:
         secret = bytes.fromhex(plan.secret) or shared_secret(store, plan.start)
         membership = plan.membership
-        trees = Trees(len(membership.members), [one.place for one in membership.members])
-        exchange = stack.enter_context(
-            Exchange(
-                [(one.host, one.port) for one in membership.members],
-                membership.own,
-                key_of(secret, membership.digest, *plan.start),
-                trees,
-                listener=peers,
+        addresses = [(one.host, one.port) for one in membership.members]
+        key = key_of(secret, membership.digest, *plan.start)
+        gathering = _gathering(plan, store)
+        trees = Trees(len(addresses), [one.place for one in membership.members])
+        with contextlib.ExitStack() as stack:
+            exchange = stack.enter_context(
+                Exchange(
+                    addresses, membership.own, key, trees,
+                    listener=peers.dup(), gathering=gathering,
+                )
+            )  # fmt: skip
+            route = TimelineRoute(addresses, membership.own, key, gathering)
+            objects = _Objects(plan, exchange, route, stack)
+            probe = threading.Thread(
+                target=_give_up_alone, args=(membership, trees, objects), daemon=True
             )
-        )
-        objects = _Objects(plan, exchange, stack)
-        probe = threading.Thread(
-            target=_give_up_alone, args=(membership, trees, objects), daemon=True
-        )
-        probe.start()
-        _wait_for_end(plan, ours, objects)
-        _note(plan, exchange.source_records(), is_alone=objects.has_given_up)
+            probe.start()
+            end = _wait_for_end(plan, ours, objects, _WINDOW_S)
+            is_alone = objects.has_given_up
+            objects.stop()
+        _note(plan, exchange.source_records(), is_alone=is_alone)
+        if end is not _End.READY or not plan.settings.publish_timelines:
+            return
+        with contextlib.ExitStack() as stack:
+            if gathering is None:
+                peers.close()
+            else:
+                stack.enter_context(
+                    Exchange(
+                        addresses, membership.own, key, trees,
+                        listener=peers.dup(), gathering=gathering, has_objects=False,
+                    )
+                )  # fmt: skip
+            _wait_for_end(plan, ours, objects, _TIMELINES_S)
+
+
+def _gathering(plan: HostPlan, store: Store) -> Gathering | None:
+    """Return where this node gathers timelines; None if it gathers none."""
+    settings, membership = plan.settings, plan.membership
+    if gatherer_of(membership.own) != membership.own or not settings.publish_timelines:
+        return None
+    name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}-{settings.node}"
+    object_key = gathered_key_of(settings.job, settings.submission, settings.attempt, name)
+    node_count = min(GROUP_NODES, len(membership.members) - membership.own)
+    return Gathering(node_count, lambda data: store.publish(object_key, data, replace=True))
 
 
 def _give_up_alone(membership: Membership, trees: Trees, objects: "_Objects") -> None:
@@ -118,9 +161,18 @@ def are_silent(addresses: Sequence[tuple[str, int]], limit_s: float) -> bool:
         return bool(addresses) and not selector.select(limit_s)
 
 
-def _wait_for_end(plan: HostPlan, ours: socket.socket, objects: "_Objects") -> None:
-    """Accept clients until the start is ready, the job or the window ends, or the fan-out stops."""
-    until_s = time.monotonic() + _WINDOW_S
+class _End(Enum):
+    """Reason why the process waits no more for clients."""
+
+    READY = "the start is ready"
+    OVER = "the job or the time is over, or no other node can be reached"
+
+
+def _wait_for_end(
+    plan: HostPlan, ours: socket.socket, objects: "_Objects", window_s: float
+) -> _End:
+    """Accept clients until the start is ready, or all is over."""
+    until_s = time.monotonic() + window_s
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         ready = ReadySocket(plan.ready_name)
@@ -128,18 +180,21 @@ def _wait_for_end(plan: HostPlan, ours: socket.socket, objects: "_Objects") -> N
         try:
             user = plan.user.open()
         except ProcessLookupError:
-            return
+            return _End.OVER
         stack.callback(os.close, user)
         ours.setblocking(False)
         for source in (ours, ready, user, objects.given_up):
             selector.register(source, selectors.EVENT_READ)
         while (left_s := until_s - time.monotonic()) > 0:
             found = {key.fileobj for key, _ in selector.select(left_s)}
-            if {user, objects.given_up} & found or (ready in found and ready.take()):
-                return
+            if {user, objects.given_up} & found:
+                return _End.OVER
+            if ready in found and ready.take() and not objects.is_stopped:
+                return _End.READY
             if ours in found:
                 with contextlib.suppress(OSError):
                     objects.take(ours.accept()[0])
+    return _End.OVER
 
 
 class _StoredChunks:
@@ -174,14 +229,22 @@ class _Object(Struct, frozen=True):
 class _Objects:
     """Objects that the processes of this node have asked for."""
 
-    def __init__(self, plan: HostPlan, exchange: Exchange, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        plan: HostPlan,
+        exchange: Exchange,
+        route: TimelineRoute,
+        stack: contextlib.ExitStack,
+    ) -> None:
         """Create the folder of the objects; `stack` closes opened files and stores."""
         self._settings, self._exchange, self._stack = plan.settings, exchange, stack
+        self._route = route
         self._folder = private_directory(plan.settings.cache_dir / "fanout")
         self._found: dict[bytes, _Object] = {}
         self._fetchers: dict[str, ChunkFetcher] = {}
         self._lock = threading.Lock()
         self._clients = threading.BoundedSemaphore(_CLIENTS_MAX)
+        self.is_stopped = False
         self._has_given_up = threading.Event()
         self.given_up = os.eventfd(0, os.EFD_CLOEXEC)
         """Readable once nothing more is brought. Open as long as the process lives: a thread may
@@ -204,6 +267,12 @@ class _Objects:
         self._has_given_up.set()
         os.eventfd_write(self.given_up, 1)
 
+    def stop(self) -> None:
+        """Answer no more requests for objects. The files may be closed then."""
+        with self._lock:
+            self.is_stopped = True
+        self._has_given_up.set()
+
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
@@ -214,21 +283,30 @@ class _Objects:
                     head = request.read(HEAD.size)
                     if len(head) < HEAD.size:
                         return
-                    count = body_bytes(head)
+                    magic, first, second = HEAD.unpack(head)
+                    is_timeline = magic == MAGIC
+                    count = handed_bytes(first, second) if is_timeline else body_bytes(head)
                     body = request.read(count)
                 if len(body) < count:
+                    return
+                if is_timeline:
+                    is_kept = self._route.deliver(body[:first].decode(), body[first:])
+                    connection.sendall(KEPT if is_kept else REFUSED)
                     return
                 found = self._receive(decode_request(head, body))
                 if found is None:
                     return
                 connection.settimeout(_TELL_S)
-                rights = array.array("i", [found.file])
-                connection.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+                with self._lock:
+                    if self.is_stopped:
+                        return
+                    rights = array.array("i", [found.file])
+                    connection.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
                 for state, *counts in self._progress(found):
                     connection.sendall(UPDATE.pack(state, *counts))
         except (CorruptError, NoSpaceError) as error:
             _log.warning("an object does not travel by the fan-out: %s", error)
-        except (BootseerError, OSError) as error:
+        except (BootseerError, OSError, ValueError) as error:
             _log.info("a client is left: %s", error)
         finally:
             self._clients.release()
@@ -259,6 +337,8 @@ class _Objects:
             self._exchange.decline(name)
             return None
         with self._lock:
+            if self.is_stopped:
+                return None
             if name not in self._found:
                 self._found[name] = self._join(name, wanted, chunks)
             return self._found[name]

@@ -8,6 +8,8 @@
                                           <-  offer                  (as often as the child likes)
     FEED    object, tree, count           ->
                                           <-  frames: a beat, a chunk, or the list of chunks
+    KEEP    digest, length; a timeline    ->
+                                          <-  bytes: waiting, kept, refused (`gathering`)
 
 A proof is an HMAC-SHA256 of the job's key over the version, the role, both nodes' numbers and both
 nonces: who has no key proves nothing, a proof of another connection, direction or node is none, and
@@ -41,7 +43,7 @@ REQUEST_BYTES = _REQUEST.size
 OFFER_BYTES = _OFFER.size
 FRAME_BYTES = _FRAME.size + _OFFER.size
 
-ASK, FEED = 1, 2
+ASK, FEED, KEEP = 1, 2, 3
 BEAT, CHUNK, LIST, BUSY = 0, 1, 2, 3
 """Kinds of frames; BUSY is the last one of its stream."""
 _LENGTH_MAX = {BEAT: 0, CHUNK: CHUNK_BYTES_MAX, LIST: LIST_BYTES_MAX, BUSY: 0}
@@ -65,8 +67,9 @@ class Request(Struct, frozen=True):
     operation: int
     tree: int
     count: int
-    """Chunks of the tree that the child has."""
+    """Chunks of the tree that the child has; to KEEP, bytes that follow."""
     name: bytes
+    """Name of the object; to KEEP, digest of these bytes."""
     leaves_store: bool = False
     """Whether the child leaves the store for this source."""
     needs_list: bool = False
@@ -97,7 +100,7 @@ def decode_hello(data: bytes | memoryview) -> Hello:
 def decode_request(data: bytes | memoryview) -> Request:
     """Decode a request. Raises: CorruptError."""
     operation, tree, flags, count, name = _REQUEST.unpack(data)
-    if operation not in (ASK, FEED) or tree >= TREE_COUNT or flags > 3:
+    if operation not in (ASK, FEED, KEEP) or tree >= TREE_COUNT or flags > 3:
         raise CorruptError("a request that nobody makes")
     return Request(operation, tree, count, name, bool(flags & 1), bool(flags & 2))
 

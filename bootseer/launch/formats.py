@@ -3,10 +3,10 @@
 from bootseer.launch.preloading import FOLDER as PRELOAD
 from bootseer.prefetch.bundle.links import CONTENT as BUNDLES
 from bootseer.prefetch.bundle.links import FORMATS as IMAGES
-from bootseer.report.sources import FOLDER as STARTS
-from bootseer.report.sources import start_of
 from bootseer.snapshots.catalogue import FORMATS as SNAPSHOTS
 from bootseer.store.objects.records import TREES, USES, ObjectFormat
+from bootseer.timeline.stored import FOLDER as STARTS
+from bootseer.timeline.stored import start_of
 
 FORMATS = (
     *SNAPSHOTS,

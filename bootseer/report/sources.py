@@ -1,16 +1,15 @@
 """Sources of timelines: a folder, the store, or several of these merged.
 
-A `TimelineFolder` belongs to one node or is shared by nodes. In the store (`StoredTimelines`) each
-node and start has one object, `starts/JOB/SUBMISSION-ATTEMPT/NAME.jsonl.zst`
-(docs/format/timeline.md); no other module names or reads these objects. Anybody with write access
-to the store may have put an object there, so reads are bounded and unknown names are skipped.
+A `TimelineFolder` belongs to one node or is shared by nodes. In the store (`StoredTimelines`) an
+object has the timeline of one node, or those that one node has gathered of others
+(`bootseer.timeline.stored`); no other module reads these objects. Anybody with write access to the
+store may have put an object there, so reads are bounded and unknown names are skipped.
 Thread-safe, except for `MergedSources`.
 """
 
 import itertools
 import logging
 import os
-import re
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +26,15 @@ from bootseer.report.decoding import decode, decode_events
 from bootseer.settings.values import is_name
 from bootseer.store import Store
 from bootseer.timeline.otlp import Stage
+from bootseer.timeline.stored import (
+    FOLDER,
+    GATHERED_SUFFIX,
+    OBJECT_BYTES_MAX,
+    decode_gathered,
+    gathered_name,
+    is_start,
+    timeline_name,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +51,7 @@ class TimelineFile(Struct, frozen=True):
     """Timeline in a folder or in the store."""
 
     name: str
-    """File name without suffix: `TIME-PID-NODE-RANK`."""
+    """File name without suffix, `TIME-PID-NODE-RANK`; of gathered timelines `TIME-PID-NODE.tar`."""
     content: "Path | TimelineObject | bytes"
     """Place of the lines, or an object that was fetched, or lines that were made (`is_packed`)."""
     modified_ns: int = 0
@@ -51,6 +59,13 @@ class TimelineFile(Struct, frozen=True):
     """Size in the folder or store, where it may be compressed."""
     is_packed: bool = False
     """Whether `content` is the bytes of an object."""
+    gathered: bytes = b""
+    """Object with lines of the same timeline that another node has gathered."""
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the object holds the timelines of several nodes."""
+        return self.name.endswith(GATHERED_SUFFIX)
 
     @property
     def is_remote(self) -> bool:
@@ -75,11 +90,31 @@ class TimelineFile(Struct, frozen=True):
             return self.fetch().read()
         if isinstance(self.content, Path):
             return _read_file(self.content)
+        own = self._unpacked(self.content) if self.is_packed else self.content
+        if not self.gathered:
+            return own
+        # Nobody knows which is newer. A stage in both counts once (`decode`), events are equal.
+        lines = dict.fromkeys(
+            [*own.splitlines(True), *self._unpacked(self.gathered).splitlines(True)]
+        )
+        return b"".join(lines)
+
+    def _unpacked(self, data: bytes) -> bytes:
         try:
-            return unpack(self.content) if self.is_packed else self.content
+            return unpack(data)
         except CorruptError as error:
             _log.warning("warning: the timeline %s is left out: %s", self.name, error)
             return b""
+
+    def members(self) -> "Iterator[TimelineFile]":
+        """Yield the timelines in an object that holds several."""
+        data = self.fetch().content
+        assert isinstance(data, bytes)
+        try:
+            for name, content in decode_gathered(data):
+                yield TimelineFile(name, content, self.modified_ns, len(content), is_packed=True)
+        except ValueError as error:
+            _log.warning("warning: timelines in %s are left out: %s", self.name, error)
 
 
 class TimelineObject(NamedTuple):
@@ -127,14 +162,37 @@ class StartFiles(Struct, frozen=True):
 
     @property
     def are_local(self) -> bool:
-        """Whether a forked process can read all files; a store's connection cannot be shared."""
-        return not any(file.is_remote for file in self.files)
+        """Whether no file is of a store: with a store's client this process is not forked."""
+        return not any(file.is_remote or file.is_packed for file in self.files)
+
+    def opened(self) -> "StartFiles":
+        """Return the start with the gathered timelines as files of their own, in memory.
+
+        What a folder has is read from there.
+        """
+        if not any(file.is_gathered for file in self.files):
+            return self
+        found = {file.name: file for file in self.files if not file.is_gathered}
+        with ThreadPoolExecutor(_READERS) as pool:
+            objects = list(
+                pool.map(TimelineFile.fetch, (one for one in self.files if one.is_gathered))
+            )
+        for one in objects:
+            for file in one.members():
+                known = found.setdefault(file.name, file)
+                if known is not file and not isinstance(known.content, Path):
+                    assert isinstance(file.content, bytes)
+                    found[file.name] = replace(known, gathered=file.content)
+        return replace(self, files=tuple(found.values()))
 
     def bounded(self) -> "StartFiles":
         """Return the start without files beyond the size limits; log a warning if any is left out.
 
         Smaller files are kept first.
         """
+        opened = self.opened()
+        if opened is not self:
+            return opened.bounded()
         by_size = sorted(self.files, key=lambda file: file.size_bytes)
         sums = itertools.accumulate(file.size_bytes for file in by_size)
         kept = {
@@ -178,7 +236,7 @@ class StartFiles(Struct, frozen=True):
         files before it are dropped.
         """
         chosen: dict[tuple[str, str], TimelineFile] = {}
-        for file in sorted(self.files, key=_creation):
+        for file in sorted(self.opened().files, key=_creation):
             writer = node_and_rank(file)
             if writer in chosen and not self.submission:
                 chosen.clear()
@@ -199,7 +257,9 @@ class StartFiles(Struct, frozen=True):
 
     def events(self, event: str) -> list[str]:
         """Return the bodies of all events of this name."""
-        return [body for data in _contents(self.files) for body in decode_events(data, event)]
+        return [
+            body for data in _contents(self.opened().files) for body in decode_events(data, event)
+        ]
 
 
 class Source(Protocol):
@@ -347,29 +407,10 @@ def node_and_rank(file: TimelineFile) -> tuple[str, str]:
     return node, rank
 
 
-FOLDER = "starts/"
-OBJECT_BYTES_MAX = 16 * 1024 * 1024
-"""Largest compressed object: timelines shrink to about a tenth of `BYTES_MAX`."""
 STARTS_MAX = 1000
 """Most starts listed for a job; `gc` leaves far fewer."""
-_STORED_SUFFIX = ".jsonl.zst"
 _LEVEL = 9
 _WINDOW_BYTES_MAX = 8 * 1024 * 1024
-_WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-_START = re.compile(rf"({_WORD}|)-([0-9]{{1,9}})")
-_RANK = r"[0-9]{1,9}(?:\.[0-9a-z]{1,16})?"
-_NAME = re.compile(rf"([0-9]{{8}}T[0-9]{{6}}Z-[0-9]{{1,10}}-{_WORD}-{_RANK})\.jsonl\.zst")
-
-
-def key_of(job: str, submission: str, attempt: int, name: str) -> str:
-    """Return the key of a node's timeline; `name` is that of its first file, without suffix."""
-    return f"{FOLDER}{job}/{submission}-{attempt}/{name}{_STORED_SUFFIX}"
-
-
-def start_of(key: str) -> tuple[str, str] | None:
-    """Return the job and start of an object's key, or None if the key is not a timeline's."""
-    parts = key.split("/")
-    return (parts[1], parts[2]) if len(parts) == 4 and key.startswith(FOLDER) else None
 
 
 def pack(data: bytes) -> bytes:
@@ -418,10 +459,14 @@ class StoredTimelines(Struct, frozen=True):
         found: dict[str, list[TimelineFile]] = {}
         for info in self.store.list(f"{FOLDER}{job}/"):
             _, _, start, *rest = info.path.split("/")
-            if len(rest) != 1 or not _START.fullmatch(start) or not _NAME.fullmatch(rest[0]):
+            if len(rest) != 1 or not is_start(start):
+                continue
+            name = timeline_name(rest[0])
+            if name is None and gathered_name(rest[0]) is not None:
+                name = rest[0]
+            if name is None:
                 continue
             if info.size_bytes <= OBJECT_BYTES_MAX and (start in found or len(found) < STARTS_MAX):
-                name = rest[0].removesuffix(_STORED_SUFFIX)
                 place = TimelineObject(self.store, info.path)
                 file = TimelineFile(name, place, info.modified_ns, info.size_bytes)
                 found.setdefault(start, []).append(file)

@@ -24,7 +24,7 @@ from bootseer.snapshots.manifest import Manifest, Outside, Stored
 from bootseer.snapshots.manifest import Target as SnapshotTarget
 from bootseer.snapshots.parts import Part, fingerprint
 from bootseer.store.objects import lease, uses
-from bootseer.timeline import otlp
+from bootseer.timeline import otlp, stored
 from tests.fuzz import samples
 from tests.fuzz.harness import Target
 from tests.fuzz.mutations import mutated, mutated_json, mutated_json_bytes
@@ -215,10 +215,22 @@ def _read_stored_timeline(data: bytes) -> None:
     assert len(unpack(data)) <= BYTES_MAX
 
 
+def _read_gathered(data: bytes) -> None:
+    for name, content in stored.decode_gathered(data):
+        assert "/" not in name
+        assert len(content) <= len(data)
+
+
+_GATHERED = stored.encode_gathered(
+    {f"20261128T120000Z-7-{node}-0": pack(b"{}\n") for node in ("a", "b" * 128)}
+)
+
+
 STORED_TARGETS = (
     Target("manifest", _manifests(), _read_manifest, _DAMAGED),
     Target("layout", _layouts(), _read_layout, _DAMAGED),
     Target("record", _record_inputs(), _read_record, ()),
     Target("timeline", _timelines(), _read_timeline, ()),
     Target("stored-timeline", mutated((pack(b"{}\n"),)), _read_stored_timeline, (CorruptError,)),
+    Target("gathered", mutated((_GATHERED,)), _read_gathered, (ValueError,)),
 )

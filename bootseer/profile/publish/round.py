@@ -8,15 +8,17 @@ import os
 from collections.abc import Mapping, Sequence
 
 from bootseer.errors import BootseerError
+from bootseer.fanout.gathering import hand_over
 from bootseer.profile.publish.collector import send
 from bootseer.profile.publish.endpoints import endpoints
 from bootseer.profile.publish.note import LauncherNote, RoundResult, is_stored
 from bootseer.profile.publish.outgoing import TimelineLine, encode, outgoing
 from bootseer.profile.publish.start_figures import render_start
 from bootseer.report.decoding import decode
-from bootseer.report.sources import key_of, pack
+from bootseer.report.sources import pack
 from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.store import open_own_store
+from bootseer.timeline.stored import key_of
 
 
 def publish(
@@ -44,7 +46,11 @@ def publish(
 
 
 def _store(note: LauncherNote, lines: Sequence[TimelineLine]) -> None:
+    """Store a node's timelines: in an object that another node gathers, or in one of their own."""
     settings = note.settings
-    key = key_of(settings.job, settings.submission, settings.attempt, note.timeline.stem)
+    name, packed = note.timeline.stem, pack(encode(lines))
+    if hand_over(settings, name, packed):
+        return
+    key = key_of(settings.job, settings.submission, settings.attempt, name)
     with open_own_store(settings) as store:
-        store.publish(key, pack(encode(lines)), replace=True)
+        store.publish(key, packed, replace=True)

@@ -243,6 +243,7 @@ class WithPods:
         remaining = {key[1:]: dict(pods) for key, pods in self._starts.items() if key[0] == job}
         for start in self._source.starts(job):
             pods = remaining.pop((start.attempt, start.submission), {})
+            start = start.opened() if pods else start
             own = {node_and_rank(file) for file in start.files}
             more = [file for place, file in pods.items() if place not in own]
             yield replace(start, files=(*start.files, *more))

@@ -1,9 +1,11 @@
 """Timelines in the store: published by real starts, read elsewhere, limited, and collected."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -25,11 +27,9 @@ from bootseer.profile.publish.outgoing import encode, outgoing
 from bootseer.report.decoding import decode, decode_events
 from bootseer.report.sources import (
     BYTES_MAX,
-    OBJECT_BYTES_MAX,
     MergedSources,
     StoredTimelines,
     TimelineFolder,
-    key_of,
     list_starts,
     pack,
     read_start,
@@ -37,6 +37,13 @@ from bootseer.report.sources import (
 )
 from bootseer.store import Store, open_store
 from bootseer.timeline import Timeline
+from bootseer.timeline.stored import (
+    OBJECT_BYTES_MAX,
+    decode_gathered,
+    encode_gathered,
+    gathered_key_of,
+    key_of,
+)
 from testbed.mounts.image_mounts import settings_at
 from testbed.node import node_at
 from testbed.servers.s3 import make_bucket, s3_server
@@ -334,6 +341,77 @@ def test_a_timeline_in_both_places_is_read_once(store: Store, tmp_path: Path) ->
     both = MergedSources(TimelineFolder(tmp_path / "folder"), StoredTimelines(store))
     (start,) = list_starts(both, "j")
     assert sorted(stage.resource["host.name"] for stage in start.stages()) == ["a", "b"]
+
+
+def test_gathered_timelines_and_those_of_their_own_are_read_together(
+    store: Store, tmp_path: Path
+) -> None:
+    """Of a timeline in two objects nobody knows the newer one: both count, each stage once."""
+    names, lines = {}, {}
+    for node in "abc":
+        timeline = Timeline.start(tmp_path, job="j", submission="s", attempt=0, node=node, rank=0)
+        open_stage = timeline.span("open")
+        timeline.span("image").end()
+        timeline.event("bootseer.imports", "[]")
+        names[node], lines[node] = timeline.path.stem, timeline.path.read_bytes()
+        open_stage.end()
+        timeline.span("late").end()
+        lines[f"{node} later"] = timeline.path.read_bytes()
+    gathered = {names["a"]: pack(lines["a later"]), names["b"]: pack(lines["b"])}
+    store.publish(
+        gathered_key_of("j", "s", 0, "20261128T000000Z-1-a"),
+        encode_gathered({**gathered, "20261128T000000Z-1-x-0": b"no zstd"}),
+    )
+    for node, data in (("a", lines["a"]), ("b", lines["b later"]), ("c", lines["c"])):
+        store.publish(key_of("j", "s", 0, names[node]), pack(data))
+    for key, data in (
+        ("20261128T000000Z-1-y.tar", b"no archive"),
+        ("20261128T000000Z-1-z.tar", b""),
+        ("strange.tar", encode_gathered(gathered)),
+    ):
+        store.publish(f"starts/j/s-0/{key}", data)
+    (start,) = list_starts(StoredTimelines(store), "j")
+    assert not start.are_local
+    stages = start.bounded().stages()
+    assert sorted((stage.resource["host.name"], stage.name) for stage in stages) == [
+        ("a", "image"),
+        ("a", "late"),
+        ("a", "open"),
+        ("b", "image"),
+        ("b", "late"),
+        ("b", "open"),
+        ("c", "image"),
+        ("c", "open"),
+    ]
+    assert [stage.resource["host.name"] for stage in stages if stage.end_ns is None] == ["c"]
+    assert start.events("bootseer.imports") == ["[]"] * 3
+    # What a folder has is read from there, whatever the objects say of it.
+    for path in tmp_path.rglob("*-[bc]-0.jsonl"):
+        path.unlink()
+    both = MergedSources(TimelineFolder(tmp_path), StoredTimelines(store))
+    (start,) = list_starts(both, "j")
+    assert sorted(stage.name for stage in start.stages() if stage.resource["host.name"] == "a") == [
+        "image",
+        "late",
+        "open",
+    ]
+    assert len(start.parts(1)) == 4  # one has nothing but damage
+
+
+def test_a_hostile_archive_is_read_within_bounds() -> None:
+    name = "20261128T000000Z-1-{}-0"
+    many = encode_gathered({name.format(number): b"" for number in range(2000)})
+    assert len(list(decode_gathered(many))) == 1024
+    whole = encode_gathered({name.format("a"): bytes(5000), name.format("b"): b"b"})
+    with pytest.raises(ValueError, match=r"."):
+        list(decode_gathered(whole[:3000]))
+    target = io.BytesIO()
+    with tarfile.open(fileobj=target, mode="w") as archive:
+        link = tarfile.TarInfo(name.format("l") + ".jsonl.zst")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/shadow"
+        archive.addfile(link)
+        archive.addfile(tarfile.TarInfo("../" + name.format("m") + ".jsonl.zst"))
+    assert list(decode_gathered(target.getvalue())) == []
 
 
 # ---- how long they stay --------------------------------------------------------------------------

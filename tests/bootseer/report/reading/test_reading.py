@@ -15,10 +15,10 @@ from bootseer.report.sources import (
     StoredTimelines,
     TimelineFolder,
     find_start,
-    key_of,
     pack,
 )
 from bootseer.store import open_store
+from bootseer.timeline.stored import key_of
 from testbed.starts.generate import Recipe, some_faults
 from testbed.starts.timelines import write_timelines
 from testbed.waiting import wait_for
