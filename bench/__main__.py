@@ -25,6 +25,7 @@ _HERE = Path(__file__).resolve().parent
 _RESULTS = _HERE / "results"
 _README = _HERE.parent / "README.md"
 _DOCUMENT = _HERE.parent / "docs" / "benchmarks.md"
+_ALL_RESULTS = _HERE.parent / "docs" / "results.md"
 _PLOT = _HERE.parent / "docs" / "scale.svg"
 _PACKAGES = ("bootseer", "fuse", "prefetch", "snapshots")
 
@@ -61,7 +62,7 @@ _PACKAGES = ("bootseer", "fuse", "prefetch", "snapshots")
     "--report",
     "is_report",
     is_flag=True,
-    help="Write the tables of README.md and docs/benchmarks.md from bench/results.",
+    help="Write the tables of README.md, docs/benchmarks.md and docs/results.md from bench/results.",
 )
 def main(
     case_name: str | None,
@@ -89,11 +90,14 @@ def main(
     elif is_report:
         results = generated_page.load_results(_RESULTS)
         _README.write_text(generated_page.readme(_README.read_text(), results))
-        _DOCUMENT.write_text(generated_page.benchmarks(_DOCUMENT.read_text(), results, cases))
+        _DOCUMENT.write_text(generated_page.benchmarks(_DOCUMENT.read_text(), results))
+        _ALL_RESULTS.write_text(
+            generated_page.all_results(_ALL_RESULTS.read_text(), results, cases)
+        )
         for result in results:
             if result.case == "fanout":
                 _PLOT.write_text(scale_plot(result))
-        click.echo("wrote the tables of README.md and docs/benchmarks.md, and the plot", err=True)
+        click.echo("wrote the tables of README.md, benchmarks.md, results.md, and the plot", err=True)
     elif case_name is None and not is_smoke:
         raise click.UsageError("name a case, or use --list, --smoke or --report")
     elif case_name is not None and case_name not in cases:

@@ -1,4 +1,4 @@
-"""Generated parts of the README and docs/benchmarks.md, from the committed results."""
+"""Generated parts of the README, docs/benchmarks.md and docs/results.md, from the committed results."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -32,9 +32,13 @@ def readme(document: str, results: Sequence[Result]) -> str:
     return replace(document, PEERS, "\n".join(_table(*readme_rows(results))) + "\n")
 
 
-def benchmarks(document: str, results: Sequence[Result], cases: Mapping[str, Case]) -> str:
-    """Return docs/benchmarks.md (`document`) with both of its generated parts written again."""
-    document = replace(document, PEERS, "\n".join(_table(*peer_rows(results))) + "\n")
+def benchmarks(document: str, results: Sequence[Result]) -> str:
+    """Return docs/benchmarks.md (`document`) with its table of ratios written again."""
+    return replace(document, PEERS, "\n".join(_table(*peer_rows(results))) + "\n")
+
+
+def all_results(document: str, results: Sequence[Result], cases: Mapping[str, Case]) -> str:
+    """Return docs/results.md (`document`) with the section of each case written again."""
     return replace(document, RESULTS, render(results, cases))
 
 

@@ -144,12 +144,14 @@ def test_report_is_markdown_and_replaces_only_itself() -> None:
 
 def test_published_tables_are_those_of_the_results() -> None:
     results = generated_page.load_results(REPOSITORY / "bench" / "results")
-    readme, page = REPOSITORY / "README.md", REPOSITORY / "docs" / "benchmarks.md"
+    readme, docs = REPOSITORY / "README.md", REPOSITORY / "docs"
+    page, every = docs / "benchmarks.md", docs / "results.md"
     stale = [
         path.name
         for path, written in (
             (readme, generated_page.readme(readme.read_text(), results)),
-            (page, generated_page.benchmarks(page.read_text(), results, all_cases())),
+            (page, generated_page.benchmarks(page.read_text(), results)),
+            (every, generated_page.all_results(every.read_text(), results, all_cases())),
         )
         if path.read_text() != written
     ]
