@@ -62,12 +62,10 @@ class RestartedJob:
 
     def fail(self) -> dict[str, float]:
         """Kill one worker, for which torchrun restarts all; return the times."""
-        events = read_events(self._events)
-        restart = max(one["restart"] for one in events if one["event"] == "step")
+        steps = [one for one in read_events(self._events)[self._began :] if one["event"] == "step"]
+        restart = max(one["restart"] for one in steps)
         (victim,) = {
-            one["pid"]
-            for one in events[self._began :]
-            if one["event"] == "step" and (one["rank"], one["restart"]) == (1, restart)
+            one["pid"] for one in steps if (one["rank"], one["restart"]) == (1, restart)
         }
         return self._measure(lambda: os.kill(victim, signal.SIGKILL), restart=restart + 1)
 
