@@ -27,11 +27,16 @@ _PIECE = struct.Struct("=4I4Qq")
 _LINK = struct.Struct("=4Iq")
 
 
+def fetch_zstd(packages: Packages) -> Path:
+    """Return the folder of zstd's header and library. Raises: MissingError."""
+    return packages.unpacked(_SUITE, "libzstd-dev") / "usr"
+
+
 def compile_floor(packages: Packages, program: Path) -> None:
     """Compile the extractor. Raises: MissingError."""
     if shutil.which("gcc") is None:
         raise MissingError("there is no gcc; apt install gcc libc6-dev")
-    development = packages.unpacked(_SUITE, "libzstd-dev") / "usr"
+    development = fetch_zstd(packages)
     headers, libraries = development / "include", next(development.glob("lib/*/libzstd.a"))
     command = ["gcc", "-O2", "-pthread", f"-I{headers}", str(_SOURCE), str(libraries)]
     done = subprocess.run(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.containers.node import EmptyNode
+from bench.env.floor import fetch_zstd
 from bench.env.recipe import CACHE, PLACE, SNAPSHOT, KeptEnvironment, environment, node_at
 from bench.machine.disk import new_disk
 from bench.model import Workspace
@@ -21,7 +22,7 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
 from bootseer.snapshots import catalogue
 from bootseer.store import open_backend, open_store
-from testbed.needs import require
+from testbed.needs import MissingError, require
 from testbed.network import ShapedLoopback
 from testbed.packages import Packages
 
@@ -99,6 +100,10 @@ def open_site(workspace: Workspace) -> Iterator[EnvironmentSite]:
     require("root", programs=("nsenter", "setpriv", "unshare", "zstd"))
     workspace.kept.mkdir(parents=True, exist_ok=True)
     kept = environment(workspace.kept, workspace.say)
+    packages = Packages(workspace.kept / "packages")
+    # Fetch it before the site has a network of its own, which reaches no package server.
+    with contextlib.suppress(MissingError):
+        fetch_zstd(packages)
     with contextlib.ExitStack() as stack:
         far = stack.enter_context(far_side(workspace, _MEMORY_BYTES))
         scratch = stack.enter_context(
@@ -120,7 +125,6 @@ def open_site(workspace: Workspace) -> Iterator[EnvironmentSite]:
         stack.enter_context(listening(serve, log, _PORT, "the index of wheels"))
         _copy_store(kept.store, far.store_url)
         stored_bytes = target.blob.size_bytes
-        packages = Packages(workspace.kept / "packages")
         yield EnvironmentSite(kept, packages, near, Path(scratch), far, tree, blob, stored_bytes)
 
 
