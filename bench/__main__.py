@@ -97,7 +97,9 @@ def main(
         for result in results:
             if result.case == "fanout":
                 _PLOT.write_text(scale_plot(result))
-        click.echo("wrote the tables of README.md, benchmarks.md, results.md, and the plot", err=True)
+        click.echo(
+            "wrote the tables of README.md, benchmarks.md, results.md, and the plot", err=True
+        )
     elif case_name is None and not is_smoke:
         raise click.UsageError("name a case, or use --list, --smoke or --report")
     elif case_name is not None and case_name not in cases:

@@ -64,9 +64,7 @@ class RestartedJob:
         """Kill one worker, for which torchrun restarts all; return the times."""
         steps = [one for one in read_events(self._events)[self._began :] if one["event"] == "step"]
         restart = max(one["restart"] for one in steps)
-        (victim,) = {
-            one["pid"] for one in steps if (one["rank"], one["restart"]) == (1, restart)
-        }
+        (victim,) = {one["pid"] for one in steps if (one["rank"], one["restart"]) == (1, restart)}
         return self._measure(lambda: os.kill(victim, signal.SIGKILL), restart=restart + 1)
 
     def again(self) -> dict[str, float]:
