@@ -5,8 +5,10 @@ process. `served.supervision` calls `attach` in a supervisor and `FuseServer` in
 replaces when the worker dies.
 """
 
+import errno
 import logging
 import os
+import select
 import threading
 from collections.abc import Callable
 from mmap import mmap
@@ -43,6 +45,28 @@ class Attached(Struct, frozen=True):
     path: Path
     connection: ConnectionFeatures
     backing_table: mmap | None
+
+    def is_mounted(self) -> bool:
+        """Return whether this mount, and no later one, is on `path`. Needs the open descriptor."""
+        mounted = mount_table.find_mount(self.path)
+        if mounted is None or mounted.device_minor != self.device_minor:
+            return False
+        # The kernel gives the number of a connection that is gone to the next mount, perhaps on the
+        # same path. This one was not gone when the table was read if it is not gone now.
+        return not self._is_gone()
+
+    def _is_gone(self) -> bool:
+        """Return whether the kernel has dropped the connection; an aborted one stays mounted."""
+        poll = select.poll()
+        poll.register(self.device, select.POLLERR)
+        if not poll.poll(0):
+            return False
+        try:
+            # It takes no request, since the connection has ended.
+            os.read(self.device, self.connection.max_write_bytes + wire.REQUEST_OVERHEAD_BYTES)
+        except OSError as error:
+            return error.errno == errno.ENODEV
+        return False
 
 
 def attach(mountpoint: Path, options: MountOptions) -> Attached:
@@ -190,10 +214,8 @@ class FuseServer:
 
     def detach(self) -> None:
         """Unmount the path if this mount is still there. Open files still work."""
-        attached = self.attached
-        mounted = mount_table.find_mount(attached.path)
-        if mounted is not None and mounted.device_minor == attached.device_minor:
-            detach(attached.path, lazy=True)
+        if self.attached.is_mounted():
+            detach(self.attached.path, lazy=True)
 
     def unmount(self) -> None:
         """End serving and release everything. Idempotent.

@@ -42,7 +42,6 @@ from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Attached, FuseServer, attach
 from bootseer.fuse.kernel.unmount import abort_connection, detach
-from bootseer.linux import mount_table
 from bootseer.linux.processes import is_stuck, reap, wait_readable
 from bootseer.served.processes import Ready, Report
 from bootseer.served.supervision.heartbeat import Heartbeat
@@ -364,8 +363,7 @@ class _Supervisor(Struct):
             os.kill(worker, signal.SIGKILL)
             # Go on even if it cannot end: readers wait for the end of the connection.
             reap(worker, _STUCK_S)
-        mounted = mount_table.find_mount(attached.path)
-        if mounted is not None and mounted.device_minor == attached.device_minor:
+        if attached.is_mounted():
             abort_connection(attached.device_minor, attached.path)
             detach(attached.path, lazy=True)
         elif self.connection is not None:

@@ -1,5 +1,6 @@
 """Finding mounts in mount tables, and errors of mounting."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from bootseer.errors import BusyError, InvalidInputError, NotFoundError
 from bootseer.fuse.kernel.mount import mount
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
+from bootseer.fuse.kernel.server import FuseServer, attach
 from bootseer.fuse.kernel.unmount import unmount
 from bootseer.linux import mount_table
 from bootseer.linux.mount_table import find_mounts
@@ -94,6 +96,25 @@ def test_a_busy_mountpoint_is_refused(mountpoint: Path) -> None:
         found = [m for m in find_mounts(fuse_mount.SUBTYPE) if m.path == mountpoint]
         assert len(found) == 1
     assert mount_table.find_mount(mountpoint) is None
+
+
+@pytest.mark.needs("fuse")
+def test_the_end_of_a_server_leaves_the_next_mount_of_its_number(mountpoint: Path) -> None:
+    before = attach(mountpoint, fuse_mount.short_options())
+    server = FuseServer(Operations(), before, fuse_mount.short_options(), on_end=lambda: None)
+    server.start(resend=False)
+    unmount(mountpoint, timeout_s=60)
+    assert server.wait(60)
+    after = attach(mountpoint, fuse_mount.short_options())
+    try:
+        # Another program may have taken the number meanwhile; then nothing is shown here.
+        assert not before.is_mounted()
+        server.unmount()
+        assert mount_table.find_mount(mountpoint) is not None
+        assert after.is_mounted()
+    finally:
+        unmount(mountpoint, timeout_s=0)
+        os.close(after.device)
 
 
 @pytest.mark.needs("fuse")
