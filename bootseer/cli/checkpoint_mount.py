@@ -74,6 +74,7 @@ def _show_mounted(done: NewCheckpointMount) -> None:
     help="Unmount when this process ends.",
 )
 @click.option("--read-newest", is_flag=True, help="Read the newest checkpoint ahead.")
+@click.option("--page-cache", is_flag=True, help="Let the kernel keep what is read in memory.")
 @click.option("--mkdir", is_flag=True, help="Make DIRECTORY where there is none.")
 @click.option(
     "--immutable",

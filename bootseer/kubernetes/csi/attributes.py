@@ -25,7 +25,7 @@ _DEADLINE_MAX_S = 120.0
 _VALUE_CHARS_MAX = 1024
 _OPTIONS = (
     *("uid", "gid", "umask", "memory", "deadline"),
-    *("stripe_unit", "stripe_count", "layout", "read_newest"),
+    *("stripe_unit", "stripe_count", "layout", "read_newest", "page_cache"),
 )
 _ATTRIBUTES = {
     "image": ("image", "workload"),
@@ -224,7 +224,7 @@ def _switch(given: Mapping[str, str], name: str) -> bool:
 
 
 def _option(name: str, text: str) -> str:
-    if name == "read_newest":
+    if name in ("read_newest", "page_cache"):
         return name if _switch({name: text}, name) else "rw"
     if "," in text:
         raise InvalidInputError(f"the volume's attribute {name} has a comma: {_shown(text)}")

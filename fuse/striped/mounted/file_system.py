@@ -78,6 +78,7 @@ class MountedTree(Operations):
         inherited: Inherited | None = None,
         passes_files: bool = False,
         maps_direct_io: bool = True,
+        uses_page_cache: bool = False,
         on_mounted: Callable[[], None] = lambda: None,
         on_end: Callable[[Sequence[str]], None] = lambda unwritten: None,
         on_destroyed: Callable[[], None] = lambda: None,
@@ -87,6 +88,7 @@ class MountedTree(Operations):
         `passes_files`: whether the kernel may read ordinary files of this node directly.
         `maps_direct_io`: whether the kernel maps files shared (MAP_SHARED) that it reads without
         its page cache. If not (before Linux 6.6), files opened for reading use the page cache.
+        `uses_page_cache`: whether they use it in any case, and so are in memory for later readers.
         `on_end` is called at the end of the mount, before files are closed, with the files whose
         last bytes are lost; `on_destroyed` when everything is closed.
         """
@@ -107,7 +109,7 @@ class MountedTree(Operations):
             clock,
             self._forget_attributes,
             passes_files=passes_files,
-            maps_direct_io=maps_direct_io,
+            caches_reads=uses_page_cache or not maps_direct_io,
         )
         if inherited is not None:
             self._nodes.resume(inherited, clock())

@@ -65,6 +65,8 @@ class JobMount(Struct, frozen=True, kw_only=True):
             "everyone_writes": is_shared,
             "user": self.user,
             "read_newest": True,
+            # Workers that a launcher restarts on this node read the checkpoint again.
+            "page_cache": True,
         }
 
 

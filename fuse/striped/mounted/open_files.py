@@ -48,12 +48,13 @@ class OpenFiles:
         on_published: Callable[[Node], None],
         *,
         passes_files: bool,
-        maps_direct_io: bool,
+        caches_reads: bool,
     ) -> None:
         """Make the operations on the open files in `nodes`.
 
         `on_published` is called, without the lock, with the directory of a published file.
-        `passes_files` and `maps_direct_io`: see `MountedTree`.
+        `passes_files`: see `MountedTree`. `caches_reads`: whether the kernel reads files through
+        its page cache.
         """
         self.unwritten: list[str] = []
         """Files whose last bytes were lost because the mount ended while they were open."""
@@ -66,7 +67,7 @@ class OpenFiles:
         self._clock = clock
         self._on_published = on_published
         self._passes_files = passes_files
-        self._maps_direct_io = maps_direct_io
+        self._caches_reads = caches_reads
         self._waiting = threading.BoundedSemaphore(_WAITING_MAX)
 
     # ---- going on from a predecessor ------------------------------------------------------
@@ -215,7 +216,7 @@ class OpenFiles:
                 node.was_passed = True
             self._nodes.note(handle)
             # The own node of a writer may grow.
-            is_cached = not self._maps_direct_io and not node.is_writing
+            is_cached = self._caches_reads and not node.is_writing and not flags & os.O_DIRECT
             return opened_as(handle, is_cached=is_cached)
 
     def _may_read(self, node: Node, view: FileView) -> bool:
@@ -809,8 +810,7 @@ class OpenFiles:
 def opened_as(handle: Handle, *, is_cached: bool = False) -> Opened:
     """Return the answer to open. `is_cached`: whether the kernel reads through its page cache.
 
-    Read-ahead is ours, so pages would only be copied once more. A node is one generation for its
-    readers: what the kernel keeps of an mmap stays right.
+    A node is one generation for its readers, so pages that the kernel keeps stay right.
     """
     descriptor = handle.descriptor
     return Opened(

@@ -50,6 +50,8 @@ class MountSpec(Struct, frozen=True, kw_only=True):
     """Process that uses the mount: the server unmounts and ends when this process has ended."""
     read_newest: bool = False
     """Whether to read the newest checkpoint ahead as soon as the mount works."""
+    page_cache: bool = False
+    """Whether the kernel keeps what is read, so that a worker that is restarted reads memory."""
     metrics_dir: Path | None = None
     """Folder of figures for Prometheus; None: they are not written."""
     shutdown_s: float = SHUTDOWN_S
@@ -92,6 +94,7 @@ _FLAGS = {
     "ro": "read_only",
     "allow_other": "allow_other",
     "read_newest": "read_newest",
+    "page_cache": "page_cache",
     "immutable": "immutable",
 }
 

@@ -41,6 +41,8 @@ _THREADS = 16
 # A request may wait for memory as long as bytes are transferred. This limit ends requests whose own
 # deadlines have failed.
 _REQUEST_DEADLINES = 4
+_READAHEAD_BYTES, _KERNEL_READAHEAD_BYTES = 1 << 20, 128 << 10
+"""Kernel's read-ahead of files that are read through its page cache, and its default."""
 
 
 def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], None] = lambda: None) -> list[str]:
@@ -127,6 +129,7 @@ def _mount_options(spec: MountSpec) -> MountOptions:
         threads=_THREADS,
         read_directory_plus=False,
         atomic_truncate=True,
+        max_readahead_bytes=_READAHEAD_BYTES if spec.page_cache else _KERNEL_READAHEAD_BYTES,
         request_deadline_s=_REQUEST_DEADLINES * spec.deadline_s,
         shutdown_s=spec.shutdown_s,
         worker_silence_s=silence_for(spec.deadline_s),

@@ -128,6 +128,7 @@ class CheckpointWorker:
                 inherited=inherited,
                 passes_files=passes_files,
                 maps_direct_io=maps_direct_io,
+                uses_page_cache=spec.page_cache,
                 on_mounted=self._begin,
                 on_end=self._end,
                 on_destroyed=storage.close,

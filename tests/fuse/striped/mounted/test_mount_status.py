@@ -52,6 +52,24 @@ def test_the_status_of_a_mount(tmp_path: Path, mountpoint: Path, local_url: str)
         mount_status(mount.run_dir, mountpoint)
 
 
+def test_what_was_read_is_read_from_memory(
+    tmp_path: Path, mountpoint: Path, local_url: str
+) -> None:
+    def read_count() -> int:
+        return int(mount_status(mount.run_dir, mountpoint)["requests"])
+
+    with checkpoints(tmp_path, mountpoint, local_url, page_cache=True) as mount:
+        for byte in b"AB":
+            content = bytes([byte]) * 12_000_000
+            (mountpoint / "new").write_bytes(content)
+            os.rename(mountpoint / "new", mountpoint / "f")
+            assert (mountpoint / "f").read_bytes() == content
+            before = read_count()
+            assert (mountpoint / "f").read_bytes() == content
+            # The open and the close, and not the twelve reads of a file of twelve megabytes.
+            assert read_count() - before < 8
+
+
 @pytest.mark.hdfs
 def test_reads_are_told_by_datanode(
     hdfs: MiniHdfs, hdfs_url: str, tmp_path: Path, mountpoint: Path
