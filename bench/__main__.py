@@ -62,7 +62,7 @@ _PACKAGES = ("bootseer", "fuse", "prefetch", "snapshots")
     "--report",
     "is_report",
     is_flag=True,
-    help="Write the tables of README.md, docs/benchmarks.md and docs/results.md from bench/results.",
+    help="Write the tables of README.md, benchmarks.md and results.md from bench/results.",
 )
 def main(
     case_name: str | None,

@@ -1,4 +1,4 @@
-"""Generated parts of the README, docs/benchmarks.md and docs/results.md, from the committed results."""
+"""Generated parts of README.md, docs/benchmarks.md and docs/results.md, from bench/results."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
