@@ -63,11 +63,11 @@ _SMALL_MAX_BYTES = 64 << 10
 # Attempts after this one use a single replica: if every pipeline contains every DataNode, a dead
 # DataNode would fail all of them. The wanted replication is set again at the end.
 _SINGLE_REPLICA_ATTEMPT = 2
-# Share of the deadline for sending after a recovery: if a dead DataNode is the second one of a
+# Shares of the deadline after which a write that makes no progress has failed, so that others can
+# be tried: the first one, and one after a recovery. If a dead DataNode is the second one of a
 # pipeline, hdfs-native may wait for ever (seen in one of seven such writes on a busy machine).
-_STALL_SHARE = 0.25
-# Share of the deadline after which a silent DataNode is given up, so that another can be tried.
 _SILENCE_SHARE = 0.5
+_STALL_SHARE = 0.25
 
 
 class _WriterState(Enum):
@@ -312,9 +312,11 @@ class HdfsWriter(Writer):
         self._call(lambda _: stream.close())
 
     def _call(self, work: Callable[[Call[None]], None], deadline_s: float | None = None) -> None:
+        silence_s = deadline_s or self._native.deadline_s * _SILENCE_SHARE
         try:
-            self._native.run(work, "write", self._name, deadline_s=deadline_s)
-        except NotFoundError as error:
+            self._native.run(work, "write", self._name, deadline_s=silence_s)
+        except (NotFoundError, DeadlineError) as error:
+            # hdfs-native may wait for ever beside a dead DataNode: a recovery finds others.
             raise UnavailableError(str(error)) from error
 
     def _recover(self, cause: UnavailableError, *, close: bool) -> None:
@@ -342,11 +344,8 @@ class HdfsWriter(Writer):
                     # Each block of a large file may have to wait for a report.
                     attempts.progressed()
                     kept_bytes = size_bytes
-                try:
-                    stall_s = self._native.deadline_s * _STALL_SHARE
-                    self._send(self._missing(size_bytes), _ignore, stall_s)
-                except DeadlineError as error:
-                    raise UnavailableError(str(error)) from error
+                stall_s = self._native.deadline_s * _STALL_SHARE
+                self._send(self._missing(size_bytes), _ignore, stall_s)
                 if close:
                     self._close_stream()
                 return
