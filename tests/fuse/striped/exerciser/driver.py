@@ -199,14 +199,23 @@ class TwoMounts:
     def wait_for_releases(self, mount: str, count: int) -> None:
         """Wait until the server knows that at most `count` files are open."""
         made = self.mounted[mount]
+        open_count: object = "an unknown number of"
 
         def is_known() -> bool:
+            nonlocal open_count
             known = find_known(made.run_dir, made.directory)
+            # Suppressed where another process of the server has just begun.
             with contextlib.suppress(UnavailableError, DeadlineError):
-                return known is not None and bool(known.ask("status")["files_open"] == count)
-            return False  # another process of the server has just begun
+                if known is not None:
+                    open_count = known.ask("status")["files_open"]
+            return open_count == count
 
-        wait_for(is_known, f"{count} files are open in mount {mount}: this", timeout_s=_ANSWER_S)
+        try:
+            wait_for(is_known, timeout_s=_ANSWER_S)
+        except AssertionError:
+            raise HangError(
+                f"the server of mount {mount} has {open_count} files open, and its users {count}"
+            ) from None
 
     def stored(self, path: str) -> Answer:
         """Return the result of `peek` on a node that has no file open."""
@@ -296,19 +305,25 @@ class Run:
     def perform(self, operation: Operation) -> None:
         """Do one operation and judge its answer. Raises: SequenceError."""
         self.done.append(operation)
-        try:
+        with self._judging():
             begun_s = time.monotonic()
             answer = self._act(operation)
             self.model.apply(operation, answer, begun_s, time.monotonic())
             self._find_out()
-        except (DeviationError, HangError) as error:
-            why = f"{type(error).__name__}: {error}\n{self._site.log_ends()}"
-            raise SequenceError(self.done, why) from None
         for name in _PROCESSES:
             # A killed process is replaced by a new one.
             if name not in self._site.processes:
                 self._site.start(name)
                 self.model.begin(name, name[0])
+
+    @contextlib.contextmanager
+    def _judging(self) -> Iterator[None]:
+        """Raise SequenceError for a deviation in the block, and for a process that hangs."""
+        try:
+            yield
+        except (DeviationError, HangError) as error:
+            why = f"{type(error).__name__}: {error}\n{self._site.log_ends()}"
+            raise SequenceError(self.done, why) from None
 
     def _act(self, operation: Operation) -> Answer:
         do = operation["do"]
@@ -344,8 +359,9 @@ class Run:
                 self.perform({"do": "unmap", "who": who, "slot": slot})
             for slot in sorted(self.model.slots(who)):
                 self.perform({"do": "close", "who": who, "slot": slot})
-        for mount in self.model.mounts:
-            self._site.wait_for_releases(mount, 0)
+        with self._judging():
+            for mount in self.model.mounts:
+                self._site.wait_for_releases(mount, 0)
         for mount in self.model.mounts:
             for directory in sorted(self.model.dirs):
                 self.perform({"do": "list", "who": f"{mount}0", "path": directory})
