@@ -17,6 +17,7 @@ a forked child starts without connections.
 
 import contextlib
 import logging
+import math
 import select
 import socket
 import struct
@@ -47,6 +48,12 @@ _log = logging.getLogger(__name__)
 OPENED_S = 3600.0
 REMEMBERED_S = 60.0
 """Time for which the speed or failure of a DataNode is remembered."""
+_DOUBTED_S = 2.0
+"""Time for which a DataNode counts as slow after a read that was given up; doubled each time until
+a read ends well. The bytes may have waited behind those of other reads."""
+_LATELY_S = 5.0
+"""Time in which the weight of a read falls to a third when it is counted which of two equal
+DataNodes had less to do. Where one is slow, each of the others passes work on to the next."""
 _TELLING_BYTES = 256 << 10
 """Size from which the time of a read depends on the DataNode's speed, not on the round trip."""
 _ALIKE = 3.0
@@ -518,6 +525,15 @@ class _Read(Struct, eq=False):
     """Number of reads in progress at the DataNode when this read began, including this one."""
 
 
+class _Doubt(Struct):
+    """Slowness that reads from a DataNode showed until they were given up."""
+
+    pace: float
+    """Seconds per byte, at least."""
+    until_s: float
+    lasts_s: float
+
+
 class ReplicaChooser:
     """Choice of the DataNode for each read, by the load, speed and failures of the DataNodes."""
 
@@ -528,7 +544,10 @@ class ReplicaChooser:
         self._paces: dict[Address, tuple[float, float]] = {}
         """Seconds per byte of each DataNode for a single read, and the time until which it counts.
         """
+        self._doubts: dict[Address, _Doubt] = {}
         self._failed_until_s: dict[Address, float] = {}
+        self._loads: dict[Address, tuple[float, float]] = {}
+        """Number of reads that each DataNode got lately, as of a time."""
 
     def begin(self, replicas: tuple[Replica, ...], attempt: Attempt) -> Address | None:
         """Choose the best replica for a read, which counts as load until `end`.
@@ -543,8 +562,13 @@ class ReplicaChooser:
             if not usable:
                 return None
             typical = self._typical(now_s)
-            costs = [self._cost(each, typical, now_s) for each in usable]
-            address = usable[costs.index(min(costs))].address
+
+            def order(replica: Replica) -> tuple[float, bool, float]:
+                cost = self._cost(replica, typical, now_s)
+                return cost, replica.is_far, self._load(replica.address, now_s)
+
+            address = min(usable, key=order).address
+            self._loads[address] = (self._load(address, now_s) + 1.0, now_s)
             reads = self._under_way[address]
             reads.append(_Read(attempt, now_s, attempt.done_bytes, len(reads) + 1))
             return address
@@ -560,12 +584,14 @@ class ReplicaChooser:
             seen = _seen(read, now_s)
             if attempt.is_given_up:
                 # The whole read would have taken longer.
-                pace = max(known, seen)
+                doubt = self._doubts.get(address)
+                lasts_s = min(2 * doubt.lasts_s, REMEMBERED_S) if doubt else _DOUBTED_S
+                pace = max(seen, self._doubted(address, now_s))
+                self._doubts[address] = _Doubt(pace, now_s + lasts_s, lasts_s)
             elif attempt.done_bytes - read.begun_bytes >= _TELLING_BYTES:
+                self._doubts.pop(address, None)
                 pace = (known + seen) / 2 if known else seen
-            else:
-                return
-            self._paces[address] = (pace, now_s + REMEMBERED_S)
+                self._paces[address] = (pace, now_s + REMEMBERED_S)
 
     def failed(self, address: Address) -> bool:
         """Avoid a failed DataNode for a while; return whether it was not being avoided already."""
@@ -580,7 +606,8 @@ class ReplicaChooser:
         reads = self._under_way[replica.address]
         # Reads that are overdue show how slow the DataNode is at least.
         waited = (_seen(read, now_s - _PATIENCE_S) for read in reads)
-        pace = max(self._known(replica.address, now_s), *waited, 0.0)
+        address = replica.address
+        pace = max(self._known(address, now_s), self._doubted(address, now_s), *waited)
         cost = float(len(reads) + 1)
         if typical and pace > _ALIKE * typical:
             cost *= pace / typical
@@ -594,6 +621,15 @@ class ReplicaChooser:
     def _known(self, address: Address, now_s: float) -> float:
         pace, until_s = self._paces.get(address, (0.0, 0.0))
         return pace if until_s > now_s else 0.0
+
+    def _load(self, address: Address, now_s: float) -> float:
+        """Return the number of reads that a DataNode got, the older the less each counts."""
+        count, at_s = self._loads.get(address, (0.0, now_s))
+        return count * math.exp((at_s - now_s) / _LATELY_S)
+
+    def _doubted(self, address: Address, now_s: float) -> float:
+        doubt = self._doubts.get(address)
+        return doubt.pace if doubt is not None and doubt.until_s > now_s else 0.0
 
 
 def _seen(read: _Read, now_s: float) -> float:

@@ -82,6 +82,45 @@ def test_what_was_given_up_early_does_not_look_fast() -> None:
     assert [replicas.begin(HERE, Attempt()) for _ in range(3)] == [B, B, B]
 
 
+def test_one_whose_bytes_waited_once_is_soon_read_again() -> None:
+    """Regression: it served nothing for a minute, so that the others had more to do."""
+    clock = Clock()
+    replicas = ReplicaChooser(clock)
+    _read(replicas, clock, A, 0.03)
+    _read(replicas, clock, B, 0.03)
+    waited_s = []
+    for _ in range(7):
+        late = Attempt()
+        assert replicas.begin((Replica(A),), late) == A
+        clock.now_s += 0.5
+        late.give_up()
+        replicas.end(A, late)
+        given_up_s = clock.now_s
+        while replicas.begin(HERE, attempt := Attempt()) == B:
+            replicas.end(B, attempt)
+            _read(replicas, clock, B, 0.03)
+            clock.now_s += 0.47
+        replicas.end(A, attempt)
+        waited_s.append(clock.now_s - given_up_s)
+    assert waited_s[0] < 3
+    assert waited_s == sorted(waited_s), "the longer, the more often it was late"
+    assert 30 < waited_s[-1] < 61
+    _read(replicas, clock, A, 0.03)
+    assert replicas.begin(HERE, Attempt()) in (A, B)
+
+
+def test_equals_take_turns() -> None:
+    """Regression: beside a slow one, the busiest of seven served a quarter more than its share."""
+    replicas = ReplicaChooser()
+    chosen = []
+    for _ in range(4):
+        address = replicas.begin(HERE, attempt := Attempt())
+        assert address is not None
+        replicas.end(address, attempt)
+        chosen.append(address)
+    assert chosen == [A, B, A, B]
+
+
 def test_one_that_failed_is_left_alone_for_a_while() -> None:
     clock = Clock()
     replicas = ReplicaChooser(clock)
