@@ -242,10 +242,12 @@ class _Bans:
     def __init__(self) -> None:
         self._until: dict[int, tuple[float, int]] = {}
 
-    def add(self, now_s: float, node: int | None, reason: Reason) -> None:
-        """Ban a node, each time for twice as long."""
+    def add(self, now_s: float, node: int | None, reason: Reason, *, has_sent: bool = True) -> None:
+        """Ban a node, each time for twice as long; `has_sent`: whether it ever sent bytes."""
         if node is not None and node != STORE and reason in _BAN_S:
             times = self._until.get(node, (0.0, 0))[1]
+            if reason is Reason.SILENT and not has_sent:
+                reason = Reason.IDLE
             self._until[node] = now_s + _BAN_S[reason] * 2.0 ** min(times, 10), times + 1
 
     def has(self, now_s: float, node: int) -> bool:
@@ -285,6 +287,8 @@ class SourcePlan:
         self._job_s = self._start_s = self._since_s = self._alive_s = self._offered_s = now_s
         """When the first node began, as far as known; when this one did; when it took its source;
         when that one last sent anything; when it first had chunks to send."""
+        self._flows_s = now_s
+        """When the first bytes of the source came."""
         self._path_changed_s = self._source_moved_s = now_s
         """When a node of the path last changed its source; when the source itself did."""
         self._patience = 1.0
@@ -311,6 +315,8 @@ class SourcePlan:
     def received(self, now_s: float, byte_count: int) -> None:
         """Note bytes of the source; `byte_count` bytes of the tree have arrived so far."""
         self._alive_s = now_s
+        if self._meter.arrived_s <= self._since_s:
+            self._flows_s = now_s
         self._meter.add(now_s, byte_count)
 
     def offered(self, now_s: float, offer: Offer) -> None:
@@ -338,7 +344,8 @@ class SourcePlan:
     def lost(self, now_s: float, reason: Reason) -> None:
         """Note that the source is gone, or of no use."""
         if reason is not Reason.REFUSED or not self._waits_for_parent(now_s):
-            self._bans.add(now_s, self.source, reason)
+            has_sent = self._meter.arrived_s > self._since_s
+            self._bans.add(now_s, self.source, reason, has_sent=has_sent)
         self._lost_s, self._depth = now_s, len(self._offer.path) or len(self._ancestors)
         self._lost_source, self.source, self._reason = self.source, None, reason
         self._is_second_round, self._has_answer, self._ask_s = False, False, now_s
@@ -502,7 +509,8 @@ class SourcePlan:
         above = offers.get(source.path[0]) if source.path else None
         is_slow = source.count - self.count >= lead
         patience = self._patience * (_LINE_PATIENCE if self._is_line_slow else 1)
-        if is_slow and low_s < _SLOW_S * patience:
+        # Not since the rate was good: before the source had chunks, none could come.
+        if is_slow and now_s - max(self._meter.good_s, self._flows_s) < _SLOW_S * patience:
             return None
         is_gone = answer is None or now_s - self._alive_s > 2 * HEARTBEAT_S
         is_proven = low_s > (_BEHIND_S if self.count else _FIRST_BEHIND_S)
