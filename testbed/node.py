@@ -108,15 +108,16 @@ class Node:
 
     def processes(self) -> dict[int, str]:
         """Return the command line of every process of this node by process id."""
+        mark = os.fsencode(f"\0{MARK}={self.base}\0")
+        own = str(os.getpid())
         found = {}
-        for path in Path("/proc").iterdir():
-            if not path.name.isdigit() or path.name == str(os.getpid()):
+        for name in os.listdir("/proc"):
+            if name[0] not in "123456789" or name == own:
                 continue
             try:
-                variables = (path / "environ").read_bytes().split(b"\0")
-                if os.fsencode(f"{MARK}={self.base}") in variables:
-                    words = (path / "cmdline").read_bytes().split(b"\0")
-                    found[int(path.name)] = b" ".join(words).decode(errors="replace")
+                if mark in b"\0" + _read(f"/proc/{name}/environ"):
+                    words = _read(f"/proc/{name}/cmdline").split(b"\0")
+                    found[int(name)] = b" ".join(words).decode(errors="replace")
             except OSError:
                 continue
         return found
@@ -199,10 +200,13 @@ class Node:
     def sweep(self) -> None:
         """Kill every process of the node and unmount everything below its folder."""
         for _ in range(3):
-            for pid in self.processes():
+            pids = self.processes()
+            for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             sweep(self.base)
+            if not pids:
+                break
 
     # ---- timeline -----------------------------------------------------------------------------
 
@@ -217,6 +221,15 @@ class Node:
                 for scope in resource["scopeSpans"]:
                     found.update({span["name"]: span for span in scope["spans"]})
         return found
+
+
+def _read(path: str) -> bytes:
+    """Return a file's content, at a third of the cost of `Path.read_bytes`. Raises: OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return b"".join(iter(lambda: os.read(fd, 2**16), b""))
+    finally:
+        os.close(fd)
 
 
 def _is_command(pid: int) -> bool:

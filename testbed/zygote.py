@@ -2,7 +2,8 @@
 
 An interpreter takes 80 to 120 ms of processor time to load the command line; a fork of a process
 that has loaded it takes a tenth of that. `Popen` is `subprocess.Popen`, and forks if the command is
-this interpreter with `-m MODULE` or `-c CODE`. The forked process is the caller's child, and has
+this interpreter with `-m MODULE` or `-c CODE`; `posix_spawn` does so for the servers that the
+product starts in the tests' own process. The forked process is the caller's child, and has
 the requested arguments, environment, directory, standard files, session and user, also in /proc.
 `Popen` starts a fresh interpreter where a fork would differ from it (other options, encodings,
 warnings, namespaces, passed descriptors), or where the kernel does not let a process change its
@@ -14,6 +15,7 @@ Thread-safe. A test of how the interpreter starts uses the fixture `fresh_interp
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import inspect
@@ -36,7 +38,12 @@ from typing import Any, NoReturn
 import bootseer
 from testbed.paths import REPOSITORY
 
-_WORDS = {"-m", "-c"}
+_WORDS = ("-m", "-c")
+_OPTIONS: tuple[list[str], ...] = ([], ["-P"])
+"""Options that a fork of the zygote obeys."""
+_DUP2 = os.POSIX_SPAWN_DUP2
+_OWN_FD = 10
+_FILES_MAX = 8
 _TEXT_LOCALES = {"", "C", "POSIX", "C.UTF-8"}
 """Locales that Python treats alike: UTF-8, with `surrogateescape` for other bytes."""
 _PYTHON_VARIABLES = {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
@@ -44,6 +51,7 @@ _PYTHON_VARIABLES = {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
 _LINKER_VARIABLES = ("LD_", "MALLOC_", "GLIBC_")
 _MOST_BYTES = 100_000
 _ANSWER_S = 60.0
+_PREPARED_S = 300.0
 _NAMESPACES = ("mnt", "net", "pid", "user")
 
 _NOT_IMPORTED = (
@@ -75,7 +83,7 @@ class Popen(subprocess.Popen[Any]):
 
     def _execute_child(self, *given: Any) -> None:
         request = dict(zip(_NAMES, given, strict=True))
-        pid = _client.start(request)
+        pid = _start(request) if _is_plain(request) else None
         if pid is None:
             _execute_child_fresh(self, *given)
             return
@@ -85,26 +93,76 @@ class Popen(subprocess.Popen[Any]):
         self._close_pipe_fds(*(request[end] for end in ends))  # type: ignore[attr-defined]
 
 
+_posix_spawn_fresh = os.posix_spawn
+
+
+def posix_spawn(path: Any, arguments: Any, environment: Mapping[Any, Any], **options: Any) -> int:
+    """`os.posix_spawn` that forks the zygote for a server of Bootseer (`served.processes`)."""
+    actions = options.get("file_actions", ())
+    files = [one[1] for number, one in enumerate(actions) if one[::2] == (_DUP2, number)]
+    if (
+        path == sys.executable
+        and set(options) == {"file_actions", "setsid", "setsigmask"}
+        and len(files) == len(actions) >= 3
+    ):
+        request = {
+            "args": arguments,
+            "env": environment,
+            "files": files,
+            "cwd": None,
+            "start_new_session": options["setsid"],
+            "uid": None,
+            "gid": None,
+            "gids": None,
+        }
+        if (pid := _start(request)) is not None:
+            return pid
+    return _posix_spawn_fresh(path, arguments, environment, **options)
+
+
 def install() -> None:
-    """Make `subprocess` start every process of this process by `Popen`."""
+    """Make `subprocess` start every process of this process by `Popen`, and servers by a fork."""
     subprocess.Popen = Popen  # type: ignore[misc]
+    os.posix_spawn = posix_spawn
+    # In a fork of a process that had a zygote itself, that zygote is the other process's.
+    _clients[:] = [_Client()]
+
+
+def fork_for(code: str, module: str, *arguments: str) -> None:
+    """Start programs with the options `-u -c CODE` as forks of `python -m MODULE FD ARGUMENTS`.
+
+    That program prepares itself and calls `serve`.
+    """
+    _clients.append(_Client(("-u", "-c", code), module, arguments))
 
 
 @contextlib.contextmanager
 def without_zygote() -> Iterator[None]:
     """Start fresh interpreters for the length of the block."""
-    _client.is_off = True
+    kept = _clients[:]
+    _clients.clear()
     try:
         yield
     finally:
-        _client.is_off = False
+        _clients[:] = kept
 
 
 class _Client:
-    """The zygote of this process, started at the first command that it can fork."""
+    """A zygote of this process, started at the first command that it can fork."""
 
-    def __init__(self) -> None:
-        self.is_off = False
+    def __init__(
+        self,
+        words: Sequence[str] = (),
+        module: str = "testbed.zygote",
+        arguments: Sequence[str] = (),
+    ) -> None:
+        """Fork the zygote `python -m MODULE FD ARGUMENTS` for commands.
+
+        `words`: all words of these commands behind the interpreter; by default they begin with
+        `-m`, `-c` or `-P -m`.
+        """
+        self._words = list(words)
+        self._module, self._arguments = module, arguments
         self._is_able = True
         self._lock = threading.Lock()
         self._owner = os.getpid()
@@ -115,7 +173,7 @@ class _Client:
     def start(self, request: Mapping[str, Any]) -> int | None:
         """Fork the program that `Popen` is to execute; return its id, or None if it cannot."""
         environment = os.environ if request["env"] is None else request["env"]
-        if self.is_off or os.getpid() != self._owner or not _can_be_forked(request, environment):
+        if os.getpid() != self._owner or not self._is_for(request["args"], environment):
             return None
         wished = {
             "arguments": [os.fsdecode(word) for word in request["args"]],
@@ -130,16 +188,12 @@ class _Client:
         text = json.dumps(wished).encode("ascii")
         if len(text) > _MOST_BYTES:
             return None
-        files = [
-            given if given != -1 else own
-            for own, given in enumerate(request[n] for n in ("p2cread", "c2pwrite", "errwrite"))
-        ]
         with self._lock:
             if self._socket is None:
                 self._socket = self._begin()
             if not self._is_able or _namespaces() != self._namespaces:
                 return None
-            socket.send_fds(self._socket, [text], files)
+            socket.send_fds(self._socket, [text], request["files"])
             pid = int(self._socket.recv(64))
         if pid < 0:
             os.waitpid(-pid, 0)
@@ -148,11 +202,20 @@ class _Client:
             self._is_able = False
         return pid if pid > 0 else None
 
+    def _is_for(self, arguments: Sequence[Any], environment: Mapping[Any, Any]) -> bool:
+        words = [os.fsdecode(word) for word in arguments[:4]]
+        return (
+            len(words) >= 3
+            and words[0] == sys.executable
+            and (words[1:] == self._words or (not self._words and _split(words)[0] in _OPTIONS))
+            and all(_is_neutral(os.fsdecode(k), os.fsdecode(v)) for k, v in environment.items())
+        )
+
     def _begin(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "testbed.zygote", str(theirs.fileno())],
+                [sys.executable, "-m", self._module, str(theirs.fileno()), *self._arguments],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
                 cwd="/",
@@ -160,8 +223,9 @@ class _Client:
             )
         self._namespaces = _namespaces()
         atexit.register(self._end)
-        ours.settimeout(_ANSWER_S)
+        ours.settimeout(_PREPARED_S)
         self._is_able = ours.recv(64) == b"ready"
+        ours.settimeout(_ANSWER_S)
         return ours
 
     def _end(self) -> None:
@@ -170,18 +234,24 @@ class _Client:
             self._process.wait(60)
 
 
-_client = _Client()
+_clients = [_Client()]
 
 
-def _can_be_forked(request: Mapping[str, Any], environment: Mapping[Any, Any]) -> bool:
-    arguments = request["args"]
-    if isinstance(arguments, str | bytes | os.PathLike) or request["shell"]:
-        return False
-    words = [os.fsdecode(word) for word in arguments[:3]]
+def _start(request: Mapping[str, Any]) -> int | None:
+    """Fork the first zygote that can be this program; return the process id, or None."""
+    return next((pid for one in _clients if (pid := one.start(request)) is not None), None)
+
+
+def _is_plain(request: dict[str, Any]) -> bool:
+    """Return whether a request of `Popen` has no options that a zygote does not know.
+
+    Adds the descriptors of its standard files.
+    """
+    ends = ("p2cread", "c2pwrite", "errwrite")
+    request["files"] = [request[end] if request[end] != -1 else own for own, end in enumerate(ends)]
     return (
-        len(words) == 3
-        and words[0] == sys.executable
-        and words[1] in _WORDS
+        not isinstance(request["args"], str | bytes | os.PathLike)
+        and not request["shell"]
         and request["executable"] is None
         and request["preexec_fn"] is None
         and not request["pass_fds"]
@@ -189,14 +259,13 @@ def _can_be_forked(request: Mapping[str, Any], environment: Mapping[Any, Any]) -
         and request["umask"] == -1
         and request["process_group"] in (None, -1)
         and Path(os.fsdecode(request["cwd"] or "/")).is_dir()
-        and all(_is_neutral(os.fsdecode(k), os.fsdecode(v)) for k, v in environment.items())
     )
 
 
 def _is_neutral(name: str, value: str) -> bool:
     """Return whether a fork behaves like a fresh interpreter with this variable."""
     if name == "PYTHONPATH":
-        return value == str(REPOSITORY)
+        return set(value.split(os.pathsep)) == {str(REPOSITORY)}
     if name.startswith("PYTHON"):
         return name in _PYTHON_VARIABLES
     if name == "LANG" or name.startswith("LC_"):
@@ -225,9 +294,16 @@ _timed: list[Any] = []
 
 
 def main() -> None:
-    """Answer requests on the socket whose descriptor is the first argument, until it is closed."""
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    """Import the product and serve."""
     _import_all()
+    serve(int(sys.argv[1]))
+
+
+def serve(descriptor: int) -> None:
+    """Answer requests on the socket `descriptor` until it is closed."""
+    # Not one of the numbers that a program's files get.
+    channel = socket.socket(fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _OWN_FD))
+    os.close(descriptor)
     address = ctypes.c_ulong()
     able = _library.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0) == 0
     able = able and len(os.listdir("/proc/self/task")) == 1
@@ -235,7 +311,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     while True:
-        text, files, _, _ = socket.recv_fds(channel, _MOST_BYTES, 3)
+        text, files, _, _ = socket.recv_fds(channel, _MOST_BYTES, _FILES_MAX)
         if not text:
             return
         pid = _fork(address.value)
@@ -281,7 +357,7 @@ def _become(request: dict[str, Any], files: Sequence[int], channel: socket.socke
         channel.close()
         if answer < 0:
             os._exit(1)
-    code = _code_of(*sys.orig_argv[1:3])
+    code = _code_of(*_split(sys.orig_argv)[1][:2])
     # End as the interpreter does, without freeing all modules.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -296,7 +372,10 @@ def _become(request: dict[str, Any], files: Sequence[int], channel: socket.socke
 
 def _set_up(request: dict[str, Any], files: Sequence[int]) -> None:
     environment, arguments = request["environment"], request["arguments"]
-    for number, descriptor in enumerate(files):
+    moved = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _OWN_FD) for one in files]
+    for descriptor in files:
+        os.close(descriptor)
+    for number, descriptor in enumerate(moved):
         os.dup2(descriptor, number)
         os.close(descriptor)
     _name(arguments, environment)
@@ -321,10 +400,22 @@ def _set_up(request: dict[str, Any], files: Sequence[int]) -> None:
     for module in _timed:
         module.loaded_ns = time.time_ns()
     sys.orig_argv[:] = arguments
-    sys.argv[:] = arguments[1:2] + arguments[3:]
-    sys.path[0] = str(Path.cwd()) if arguments[1] == "-m" else ""
+    options, words = _split(arguments)
+    is_unbuffered = "-u" in options
+    sys.argv[:] = words[:1] + words[2:]
+    if "-P" in options:
+        del sys.path[0]
+    else:
+        sys.path[0] = str(Path.cwd()) if words[0] == "-m" else ""
     sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
-    _open_standard_files(bool(environment.get("PYTHONUNBUFFERED")))
+    _open_standard_files(is_unbuffered or bool(environment.get("PYTHONUNBUFFERED")))
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return the interpreter's options, and the words from `-m` or `-c` on."""
+    numbers = (number for number, word in enumerate(arguments) if word in _WORDS)
+    first = next(numbers, len(arguments))
+    return arguments[1:first], arguments[first:]
 
 
 class _Map(ctypes.Structure):

@@ -22,12 +22,14 @@ from bootseer.transfer.pace import Pace
 from testbed import zygote
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.hdfs.running import running
+from testbed.images.rootfs import python_root
 from testbed.needs import MissingError, require
 from testbed.processes import uninterruptible_threads
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.registry import Registry, running_registry
-from testbed.servers.s3 import make_bucket, rgw_server
-from tests.support import quarantine, scheduling
+from testbed.servers.s3 import make_bucket, rgw_server, s3_server
+from tests.support import quarantine, scheduling, workers
+from tests.support.made_once import made_once
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -46,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     reset_signals()
     leave_mounts()
     zygote.install()
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        workers.install(config)
     if config.getoption("note_durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Durations())
 
@@ -237,6 +241,20 @@ def rgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     with rgw_server(tmp_path_factory.mktemp("rgw")) as environment:
         make_bucket(environment, "conformance")
         yield environment
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[dict[str, str]]:
+    """Environment of moto's S3 server that the session shares, with the bucket `conformance`."""
+    with s3_server() as environment:
+        make_bucket(environment, "conformance")
+        yield environment
+
+
+@pytest.fixture(scope="session")
+def small_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real, small root file system with Python (`python_root`); not to be changed."""
+    return made_once(tmp_path_factory, "small-root", python_root)
 
 
 @pytest.fixture(scope="module")

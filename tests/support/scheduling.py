@@ -2,7 +2,8 @@
 
 A worker takes a file at a time, or one test of a long file whose tests share no fixtures. The tests
 on HDFS are taken together, since a cluster is a JVM of half a GiB that uses as much processor time
-as its tests; so are the tests on Ceph's gateway. A test that breaks the cluster has one of its own.
+as its tests; so are the tests on Ceph's gateway, on moto and with torch. A test that breaks the
+cluster has one of its own.
 The longest unit begins first, by tests/durations.txt, so that no worker is left with it at the end.
 `make durations` writes that file anew.
 """
@@ -15,8 +16,9 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadGroupScheduling
 
-SERVERS = ("hdfs", "rgw")
-"""Markers of tests that share one server, and so a worker."""
+SERVERS = ("hdfs", "rgw", "moto", "torch_host")
+"""Servers that tests share, and so a worker: the names of their fixtures, and of a marker for tests
+that get the fixture by `getfixturevalue`."""
 DURATIONS = Path(__file__).parents[1] / "durations.txt"
 """File with a line for each test: its seconds and its node id."""
 # More workers than cores, because the tests wait for a third of their time: for a server's start, a
@@ -84,7 +86,8 @@ def arrange(items: list[pytest.Item], durations: Mapping[str, float]) -> None:
 
 
 def _server_of(item: pytest.Item) -> str:
-    return next((name for name in SERVERS if item.get_closest_marker(name)), "")
+    used = getattr(item, "fixturenames", ())
+    return next((name for name in SERVERS if name in used or item.get_closest_marker(name)), "")
 
 
 def _file_of(node_id: str) -> str:

@@ -35,7 +35,6 @@ from bootseer.store.objects import lease
 from bootseer.store.objects.uses import note_use, use_key
 from testbed.mounts.image_mounts import settings_at
 from testbed.servers.faulty_relay import FaultyRelay
-from testbed.servers.s3 import make_bucket, s3_server
 from testbed.waiting import TIMEOUT_S, wait_for
 from tests.bootseer.gc.collecting import (
     NOW,
@@ -184,13 +183,14 @@ def test_records_are_read_several_at_a_time_and_objects_deleted_by_the_batch(
     assert [key for batch in batches for key in batch] == list(plan.deletions)
 
 
-def test_content_of_a_bucket_goes_by_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_of_a_bucket_goes_by_few_requests(
+    moto: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each object's metadata was once requested again before its deletion."""
-    with s3_server() as server, FaultyRelay(server["AWS_ENDPOINT_URL"][len("http://") :]) as relay:
-        for name, value in {**server, "AWS_ENDPOINT_URL": f"http://{relay.host}"}.items():
+    with FaultyRelay(moto["AWS_ENDPOINT_URL"].removeprefix("http://")) as relay:
+        for name, value in {**moto, "AWS_ENDPOINT_URL": f"http://{relay.host}"}.items():
             monkeypatch.setenv(name, value)
-        make_bucket(server, "bucket")
-        with open_store("s3://bucket/x") as store:
+        with open_store("s3://conformance/collected") as store:
             for number in range(40):
                 store.publish(f"blobs/blake3/{number:064}", b"x")
             inventory = take_inventory(store, FORMATS)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from testbed.images.building import LayoutBuilder
-from testbed.images.rootfs import python_root
 from testbed.needs import require
 from testbed.node import Node, node_at
+from tests.support.made_once import made_once
 
 IMAGE_PATH = "/usr/local/bin:/usr/bin:/bin"
 
@@ -54,13 +54,16 @@ class Image:
 
 
 @pytest.fixture(scope="session")
-def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a real, small root file system with Python; not to be changed."""
-    root = python_root(tmp_path_factory.mktemp("image") / "root")
-    (root / "etc/passwd").write_text(
-        "root:x:0:0::/root:/bin/sh\nworker:x:1000:1001::/home/worker:/bin/sh\n"
-    )
-    return root
+def image_root(tmp_path_factory: pytest.TempPathFactory, small_root: Path) -> Path:
+    """Return a real, small root file system with Python and a user; not to be changed."""
+
+    def make(root: Path) -> None:
+        shutil.copytree(small_root, root, symlinks=True)
+        (root / "etc/passwd").write_text(
+            "root:x:0:0::/root:/bin/sh\nworker:x:1000:1001::/home/worker:/bin/sh\n"
+        )
+
+    return made_once(tmp_path_factory, "image-root", make)
 
 
 @pytest.fixture(scope="session")
@@ -69,33 +72,41 @@ def image(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Image:
 
     Not to be changed.
     """
+    return _image(tmp_path_factory, "image", image_root)
+
+
+def _image(factory: pytest.TempPathFactory, name: str, root: Path) -> Image:
     require("mount", "fuse")
-    made = Image(tmp_path_factory.mktemp("layout") / "img", image_root)
-    made.build(User="worker", WorkingDir="/job", Env=["FROM_IMAGE=yes", f"PATH={IMAGE_PATH}"])
-    return made
+    variables = ["FROM_IMAGE=yes", f"PATH={IMAGE_PATH}"]
+
+    def make(folder: Path) -> None:
+        Image(folder, root).build(User="worker", WorkingDir="/job", Env=variables)
+
+    return Image(made_once(factory, name, make), root)
 
 
 @pytest.fixture(scope="session")
 def shell_image(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Image:
     """Return the image without Python, which makes a pull much cheaper; not to be changed."""
-    require("mount", "fuse")
-    base = tmp_path_factory.mktemp("shell")
-    without = shutil.ignore_patterns("python3*", "libpython3*")
-    shutil.copytree(image_root, base / "root", symlinks=True, ignore=without)
-    made = Image(base / "img", base / "root")
-    made.build(User="worker", WorkingDir="/job", Env=["FROM_IMAGE=yes", f"PATH={IMAGE_PATH}"])
-    return made
+
+    def make(root: Path) -> None:
+        without = shutil.ignore_patterns("python3*", "libpython3*")
+        shutil.copytree(image_root, root, symlinks=True, ignore=without)
+
+    return _image(tmp_path_factory, "shell-image", made_once(tmp_path_factory, "shell-root", make))
 
 
 @pytest.fixture(scope="session")
 def published(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a store with `image`, published by its first start; not to be changed."""
-    base = tmp_path_factory.mktemp("published")
-    with node_at(base / "node", (base / "store").as_uri()) as node:
-        done = node.run("run", "--image", image.source, "--", "sh", "-c", ":")
-        assert done.returncode == 0, done.stderr
-        node.wait_clean()
-    return base / "store"
+
+    def make(base: Path) -> None:
+        with node_at(base / "node", (base / "store").as_uri()) as node:
+            done = node.run("run", "--image", image.source, "--", "sh", "-c", ":")
+            assert done.returncode == 0, done.stderr
+            node.wait_clean()
+
+    return made_once(tmp_path_factory, "published", make) / "store"
 
 
 @pytest.fixture

@@ -14,26 +14,17 @@ from bootseer.store import Backend, Store, open_backend
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.servers.azurite import azurite
 from testbed.servers.registry import Registry, running_registry
-from testbed.servers.s3 import make_bucket, s3_server
 
 LOCAL = pytest.param("local", id="local")
 MEMORY = pytest.param("memory", id="memory")
 LIMITED = pytest.param("limited", id="limited")
 HDFS = pytest.param("hdfs", id="hdfs", marks=pytest.mark.hdfs)
 OCI = pytest.param("oci", id="oci")
-MOTO = pytest.param("moto", id="moto")
+MOTO = pytest.param("moto", id="moto", marks=pytest.mark.moto)
 RGW = pytest.param("rgw", id="rgw", marks=pytest.mark.rgw)
 BUCKETS = (MOTO, RGW)
 AZURE = pytest.param("azure", id="azure")
 ALL = (LOCAL, MEMORY, LIMITED, HDFS, OCI, *BUCKETS, AZURE)
-
-
-@pytest.fixture(scope="session")
-def moto() -> Iterator[dict[str, str]]:
-    """Yield the options of a server of moto with the tests' bucket."""
-    with s3_server() as environment:
-        make_bucket(environment, "conformance")
-        yield environment
 
 
 @pytest.fixture(scope="session")

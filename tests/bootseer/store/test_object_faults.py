@@ -22,7 +22,6 @@ from bootseer.store import Backend, Store, open_backend, open_store
 from bootseer.store.objects.lease import LeaseRenewal
 from bootseer.transfer.attempt import Attempt
 from testbed.servers.faulty_relay import Fault, FaultyRelay
-from testbed.servers.s3 import make_bucket, s3_server
 from testbed.waiting import wait_for
 from tests.bootseer.store.using import put
 
@@ -33,24 +32,17 @@ SHORT_S = 1.0
 """Deadline of calls that hang."""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, str]]:
-    with s3_server() as environment:
-        yield environment
-
-
 @pytest.fixture
-def relay(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRelay]:
-    """Yield a relay in front of the server; `s3://...` leads to it, and `bucket` exists."""
-    with FaultyRelay(server["AWS_ENDPOINT_URL"].removeprefix("http://")) as running:
-        for name, value in {**server, "AWS_ENDPOINT_URL": f"http://{running.host}"}.items():
+def relay(moto: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRelay]:
+    """Yield a relay in front of the server; `s3://...` leads to it."""
+    with FaultyRelay(moto["AWS_ENDPOINT_URL"].removeprefix("http://")) as running:
+        for name, value in {**moto, "AWS_ENDPOINT_URL": f"http://{running.host}"}.items():
             monkeypatch.setenv(name, value)
-        make_bucket(server, "bucket")
         yield running
 
 
 def bucket_of(request: pytest.FixtureRequest) -> str:
-    return "s3://bucket/" + re.sub(r"\W", "-", request.node.name)
+    return "s3://conformance/" + re.sub(r"\W", "-", request.node.name)
 
 
 @pytest.fixture
@@ -194,7 +186,7 @@ def test_many_objects_are_deleted_by_one_request(relay: FaultyRelay, store: Stor
         "<DeleteResult><Error><Key>{}</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
         "</DeleteResult>"
     )
-    own = store.url.removeprefix("s3://bucket/") + "/a/starfish"
+    own = store.url.removeprefix("s3://conformance/") + "/a/starfish"
     relay.faults = [Fault("POST ", 1, status=200, body=refused.format(own).encode())]
     with pytest.raises(PermissionDeniedError, match="AccessDenied"):
         store.delete_many(["a/starfish"])
@@ -297,7 +289,7 @@ def test_a_server_that_hangs_is_left_at_the_deadline(
     caller.start()
     wait_for(lambda: ends, "the end of a call to a server that hangs")
     assert isinstance(ends[0], DeadlineError)
-    assert "s3://bucket/" in str(ends[0])
+    assert "s3://conformance/" in str(ends[0])
     backend.close()
 
 

@@ -7,7 +7,7 @@ through the registry's client and as a store.
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -23,7 +23,6 @@ from bootseer.transfer.chunks import ChunkFetcher, Reader
 from bootseer.transfer.policy import Policy
 from bootseer.transfer.ranges import Chunk, Priority, covering
 from testbed.servers.faulty_relay import Fault, FaultyRelay
-from testbed.servers.s3 import make_bucket, s3_server
 from testbed.servers.starving import AnswerFault, Choose, StarvingServer
 
 MIB = 2**20
@@ -186,32 +185,29 @@ def test_a_second_read_that_fails_does_not_fail_the_first() -> None:
     assert reads == [0, 0]
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[dict[str, str]]:
-    with s3_server() as environment:
-        yield environment
-
-
 def test_a_range_of_s3_goes_on_behind_the_bytes_that_came(
-    s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    moto: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in s3.items():
+    for name, value in moto.items():
         monkeypatch.setenv(name, value)
-    make_bucket(s3, "late")
-    with open_backend("s3://late").create("file") as writer:
+    with open_backend("s3://conformance/late").create("file") as writer:
         writer.write(DATA[: 4 * MIB])
-    relay = FaultyRelay(s3["AWS_ENDPOINT_URL"].removeprefix("http://"))
+    relay = FaultyRelay(moto["AWS_ENDPOINT_URL"].removeprefix("http://"))
     with relay:
-        relay.faults = [Fault("GET /late/file", 1, cut_after_bytes=MIB)]
+        relay.faults = [Fault("GET /conformance/late/file", 1, cut_after_bytes=MIB)]
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{relay.host}")
-        backend = open_backend("s3://late")
+        backend = open_backend("s3://conformance/late")
         found: list[bytes] = []
         with ChunkFetcher(backend.read_into, policy=Policy(base_s=0.01)) as fetcher:
             # Nothing of this priority is late: on a busy machine the client takes a second to load.
             whole = covering([chunk(0, 4 * MIB)], Priority.FILL)
             fetcher.submit([whole], lambda one, data: found.append(bytes(data))).wait()
         assert found == [DATA[: 4 * MIB]]
-        ranges = [one.headers["range"] for one in relay.seen if one.path.startswith("/late/file")]
+        ranges = [
+            one.headers["range"]
+            for one in relay.seen
+            if one.path.startswith("/conformance/late/file")
+        ]
         buffer = memoryview(bytearray(100))
         assert backend.read_into("file", 4 * MIB - 10, buffer, Attempt()) == 10
         assert backend.read_into("file", 5 * MIB, buffer, Attempt()) == 0

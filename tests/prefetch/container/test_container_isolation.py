@@ -11,7 +11,6 @@ import pytest
 from bootseer.errors import UnsupportedError, exit_code_of
 from bootseer.linux import namespaces
 from bootseer.settings.config import Settings
-from testbed.images.rootfs import python_root
 from testbed.mounts.image_mounts import Completed, bootseer, index, settings_at
 from testbed.mounts.sweeping import sweep
 from testbed.needs import require
@@ -165,11 +164,10 @@ class ContainerNode:
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ContainerNode]:
+def node(tmp_path_factory: pytest.TempPathFactory, small_root: Path) -> Iterator[ContainerNode]:
     require("root", "fuse")
-    base = tmp_path_factory.mktemp("isolation")
-    settings = settings_at(base)
-    index(settings, python_root(base / "root"), "py:1")
+    settings = settings_at(tmp_path_factory.mktemp("isolation"))
+    index(settings, small_root, "py:1")
     yield ContainerNode(settings)
     sweep(settings.run_dir.parent, settings)
 

@@ -4,11 +4,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from bootseer.settings.config import Settings
-from testbed.images.rootfs import python_root
 from testbed.mounts.image_mounts import index, settings_at
 from testbed.mounts.sweeping import sweep
 from testbed.users import folder_for_all_users, give_to_nobody, unprivileged, with_device_mode
@@ -23,10 +23,10 @@ def prefix() -> tuple[str, ...]:
 
 
 @pytest.fixture
-def settings(prefix: tuple[str, ...]) -> Iterator[Settings]:
+def settings(prefix: tuple[str, ...], small_root: Path) -> Iterator[Settings]:
     with folder_for_all_users() as base:
         settings = settings_at(base)
-        index(settings, python_root(base / "root"), "py:1")
+        index(settings, small_root, "py:1")
         for name in ("store", "cache", "run"):
             (base / name).mkdir(exist_ok=True)
             give_to_nobody(base / name)

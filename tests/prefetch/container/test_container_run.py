@@ -16,7 +16,6 @@ from msgspec import structs
 
 from bootseer.served.service import ServiceState, live_mounts, services_dir
 from bootseer.settings.config import Settings
-from testbed.images.rootfs import python_root
 from testbed.mounts.image_mounts import (
     Completed,
     bootseer,
@@ -55,11 +54,11 @@ class ContainerNode:
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ContainerNode]:
+def node(tmp_path_factory: pytest.TempPathFactory, small_root: Path) -> Iterator[ContainerNode]:
     require("root", "fuse")
     base = tmp_path_factory.mktemp("containers")
     settings = settings_at(base)
-    root = python_root(base / "root")
+    root = Path(shutil.copytree(small_root, base / "root", symlinks=True))
     with (root / "etc/passwd").open("a") as file:
         file.write("worker:x:1000:1001::/home/worker:/bin/sh\n")
     (root / "etc/group").write_text("root:x:0:\nextra:x:1002:worker\n")

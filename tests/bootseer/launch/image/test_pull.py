@@ -46,7 +46,7 @@ def test_no_index_leaves_the_store_as_it_is(node: Node, shell_image: Image, tmp_
     assert stored(tmp_path / "store") == []
     assert node.run("run", *job).returncode == 0
     node.wait_clean()
-    assert stored(tmp_path / "store") == ["img%3Atrain.json"]
+    assert stored(tmp_path / "store") == [f"{shell_image.directory.name}%3Atrain.json"]
 
 
 def test_on_layers_that_the_store_has(node: Node, known_image: Image, tmp_path: Path) -> None:

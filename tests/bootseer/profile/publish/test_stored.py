@@ -46,7 +46,6 @@ from bootseer.timeline.stored import (
 )
 from testbed.mounts.image_mounts import settings_at
 from testbed.node import node_at
-from testbed.servers.s3 import make_bucket, s3_server
 from testbed.waiting import wait_for
 from tests.bootseer.gc.collecting import age, run_gc
 from tests.bootseer.launch.conftest import silent_url
@@ -76,7 +75,11 @@ def _variables(variables: dict[str, str]) -> Iterator[None]:
 
 
 @pytest.fixture(
-    params=["local", pytest.param("hdfs", marks=pytest.mark.hdfs), "s3"],
+    params=[
+        "local",
+        pytest.param("hdfs", marks=pytest.mark.hdfs),
+        pytest.param("s3", marks=pytest.mark.moto),
+    ],
 )
 def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the URL of a store that does not exist yet, and the variables that it needs."""
@@ -85,9 +88,9 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str
     elif request.param == "hdfs":
         yield request.getfixturevalue("hdfs_url"), {}
     else:
-        with s3_server() as environment, _variables(environment):
-            make_bucket(environment, "timelines")
-            yield "s3://timelines/store", environment
+        environment: dict[str, str] = request.getfixturevalue("moto")
+        with _variables(environment):
+            yield f"s3://conformance/{tmp_path.name}", environment
 
 
 def _run(*arguments: str) -> str:

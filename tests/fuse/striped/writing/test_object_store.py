@@ -15,7 +15,6 @@ import pytest
 from bootseer.errors import NotFoundError, UnsupportedError
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
 from bootseer.store import Backend, open_backend
-from testbed.servers.s3 import make_bucket, s3_server
 from testbed.waiting import wait_for
 from tests.fuse.striped.support.faulty import FaultyBackend, failing
 from tests.fuse.striped.support.fsspec_access import OPTIONS, exercise
@@ -27,22 +26,15 @@ DATA = random.Random(8).randbytes(20 * UNIT + 77)
 OTHER = random.Random(9).randbytes(17 * UNIT + 5)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, str]]:
-    with s3_server() as environment:
-        yield environment
-
-
 @pytest.fixture
 def s3_url(
-    server: dict[str, str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    moto: dict[str, str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> str:
     """URL of a prefix for one test."""
-    for key, value in server.items():
+    for key, value in moto.items():
         monkeypatch.setenv(key, value)
-    make_bucket(server, "checkpoints")
     name = "".join(c if c.isalnum() else "-" for c in request.node.name)
-    return f"s3://checkpoints/{name}"
+    return f"s3://conformance/{name}"
 
 
 @pytest.fixture
@@ -185,14 +177,13 @@ def test_a_mounted_bucket(s3_url: str, tmp_path: Path, mountpoint: Path) -> None
         )
 
 
-def test_an_object_store_with_credentials_of_its_own(server: dict[str, str]) -> None:
+def test_an_object_store_with_credentials_of_its_own(moto: dict[str, str]) -> None:
     options = {
-        "endpoint_url": server["AWS_ENDPOINT_URL"],
-        "key": server["AWS_ACCESS_KEY_ID"],
-        "secret": server["AWS_SECRET_ACCESS_KEY"],
+        "endpoint_url": moto["AWS_ENDPOINT_URL"],
+        "key": moto["AWS_ACCESS_KEY_ID"],
+        "secret": moto["AWS_SECRET_ACCESS_KEY"],
     }
-    make_bucket(server, "doors")
-    fs, root = fsspec.url_to_fs("bootseer::s3://doors/x", s3=options, **OPTIONS)
-    assert root == "doors/x"
+    fs, root = fsspec.url_to_fs("bootseer::s3://conformance/doors", s3=options, **OPTIONS)
+    assert root == "conformance/doors"
     exercise(fs, root)
     type(fs).clear_instance_cache()  # closes it while the server is there
