@@ -12,7 +12,12 @@ from bench.catalogue import all_cases
 from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
 
-CASES = ("checkpoint-small", "fuse-read", "warm")
+# By case, the variants that run: none named means all. Other servers than ours are left out.
+CASES = {
+    "checkpoint-small": (),
+    "fuse-read": ("native", "cached", "direct_io", "passthrough"),
+    "warm": (),
+}
 
 
 def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -25,13 +30,13 @@ def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.needs("fuse")
 @pytest.mark.parametrize("name", CASES)
 def test_a_case_runs(name: str) -> None:
-    done = bench(name, "--smoke")
+    done = bench(name, "--smoke", *(f"--only={variant}" for variant in CASES[name]))
     if "cannot run here" in done.stdout:
         raise MissingError(done.stdout.strip())
     assert done.returncode == 0, done.stdout + done.stderr
     case = all_cases()[name]
     ran = done.stdout.splitlines()[0].removeprefix(f"{name}: ran: ").split(", ")
-    assert set(ran) <= {variant.name for variant in case.variants}
+    assert set(ran) <= set(CASES[name] or [variant.name for variant in case.variants])
     assert ran, done.stdout
     assert not any(ratio.name in done.stdout for ratio in case.ratios)
 

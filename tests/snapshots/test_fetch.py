@@ -144,7 +144,7 @@ def test_lasting_damage_is_an_error(packed: tuple[Store, str, Tree, bytes]) -> N
     store, _, tree, _ = packed
     damaging = Store(cast("Backend", _DamagingBackend(store.backend, always=True)))
     with (
-        StoredFrames(damaging, plan_stored_frames(tree), deadline_s=5) as source,
+        StoredFrames(damaging, plan_stored_frames(tree), deadline_s=60) as source,
         pytest.raises(CorruptError),
     ):
         source.read(0, 0, 1)

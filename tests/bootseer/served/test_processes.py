@@ -117,7 +117,7 @@ def test_a_log_behind_a_link_is_refused(tmp_path: Path) -> None:
 
 
 _NEW = """
-import json, logging, os, signal, sys, threading
+import json, logging, os, signal, sys, threading, time
 from bootseer.served.processes import Ready, Role, serve
 
 class Seen(Ready, frozen=True):
@@ -125,6 +125,9 @@ class Seen(Ready, frozen=True):
 
 def work(line, report):
     logging.warning("a word")
+    # The process that was begun leads the session; it ends when it has become this one.
+    while os.getppid() == os.getsid(0):
+        time.sleep(0.01)
     report.ready(Seen(json.dumps({
         "word": line.decode(),
         "command": open("/proc/self/cmdline").read().rstrip("\\0").split("\\0")[-2:],

@@ -122,7 +122,7 @@ def test_what_was_waited_in_vain_is_not_waited_again(monkeypatch: pytest.MonkeyP
     """A start has one budget for all calls of all its stages."""
     wait_budget = WaitBudget()
     monkeypatch.setattr("bootseer.store.deadline.WAIT_BUDGET", wait_budget)
-    wait_budget.limit(1.5)
+    wait_budget.limit(6.0)
     caller = DeadlineCaller("test", 4)
     release = threading.Event()
 
@@ -135,14 +135,14 @@ def test_what_was_waited_in_vain_is_not_waited_again(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(UnavailableError, match="nobody"):
         caller.run(refuse, 60)
-    assert wait_budget.left_s < 1.0
+    assert wait_budget.left_s < 5.5
     # A call that succeeds uses up nothing, however long it takes.
     left_s = wait_budget.left_s
     assert caller.run(lambda _: pause(0.7), 60) is None
     assert wait_budget.left_s == left_s
     with pytest.raises(NoAnswerError, match="within"):
         caller.run(hang, 60)
-    with pytest.raises(NoAnswerError, match=r"within 1\.5 s, in earlier calls"):
+    with pytest.raises(NoAnswerError, match="within 6 s, in earlier calls"):
         caller.run(hang, 60)
     wait_budget.limit(math.inf)
     assert caller.run(lambda _: 5, 60) == 5

@@ -158,14 +158,15 @@ def test_unmount_by_path_works_while_a_read_is_stuck(slow: Slow, mountpoint: Pat
 
 
 def test_the_watchdog_answers_once_and_drops_the_late_answer(slow: Slow, mountpoint: Path) -> None:
-    options = fuse_mount.short_options(request_deadline_s=2.0, threads=1)
+    # A busy machine does not delay a request that is answered at once for so long.
+    options = fuse_mount.short_options(request_deadline_s=4.0, threads=1)
     with fuse_mount.mounted(slow, mountpoint, options) as server:
-        for _ in range(3):
+        for _ in range(2):
             assert _read(mountpoint / "stuck") == "ETIMEDOUT"
-        # The only thread was stuck three times, and other threads took its place.
+        # The only thread was stuck twice, and other threads took its place.
         assert _read(mountpoint / "fast") == "4096"
         slow.release_reads.set()
-        for _ in range(3):
+        for _ in range(2):
             assert slow.late.acquire(timeout=_DEADLINE_S)
         assert _read(mountpoint / "fast") == "4096"
         assert server.failure is None

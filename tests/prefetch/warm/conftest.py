@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from testbed.node import Completed, Node
-from testbed.waiting import wait_for
+from testbed.page_cache import cached_bytes
+from testbed.waiting import polling, wait_for
 
 DEADLINE_S = 60.0
 _MODULE_COUNT = 12
@@ -39,14 +40,28 @@ def make_package(directory: Path) -> int:
     return sum(range(_MODULE_COUNT)) + 128
 
 
+def is_evicted(path: Path) -> bool:
+    """Drop the pages of a file from the page cache; return whether none is left."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+    return cached_bytes(path) == 0
+
+
 def evict(directory: Path) -> None:
-    """Drop the clean pages of every file below `directory` from the page cache."""
-    os.sync()
-    for path in sorted(directory.rglob("*")):
-        if path.is_file() and not path.is_symlink():
-            fd = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
+    """Drop the pages of every file below `directory` from the page cache.
+
+    A page that the kernel holds at that moment, as while it moves it, stays: so it is tried again
+    for a while, but not for long, since all pages of a file system in memory stay.
+    """
+    left = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
+    for _ in polling(2.0):
+        left = [path for path in left if not is_evicted(path)]
+        if not left:
+            break
 
 
 class WarmingNode(Node):

@@ -20,7 +20,7 @@ from testbed.needs import MissingError
 from testbed.page_cache import cached_bytes
 from testbed.paths import REPOSITORY
 from tests.bootseer.cli.json_page import agree
-from tests.prefetch.warm.conftest import IMPORT, WarmingNode, evict, make_package
+from tests.prefetch.warm.conftest import IMPORT, WarmingNode, evict, is_evicted, make_package
 
 _TOUCHED = {"package/__init__.py", "package/data", *(f"package/m{n}.py" for n in range(12))}
 
@@ -35,8 +35,7 @@ def _is_on_disk(directory: Path) -> bool:
     """Return whether pages can be dropped from the cache at all, which is not so on tmpfs."""
     probe = directory / "probe"
     probe.write_bytes(b"x" * 4096)
-    evict(directory)
-    return cached_bytes(probe) == 0
+    return is_evicted(probe)
 
 
 @pytest.fixture

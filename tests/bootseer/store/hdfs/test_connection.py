@@ -81,7 +81,7 @@ def test_a_call_without_an_answer_names_what_was_asked(
     calls: list[Callable[[], Any]] = [lambda: b"first", lambda: release.wait(30)]
     with contextlib.ExitStack() as stack:
         client = _Doing(lambda: calls.pop(0)())
-        url = stack.enter_context(replaced_library(monkeypatch, client, "?deadline_s=1"))
+        url = stack.enter_context(replaced_library(monkeypatch, client, "?deadline_s=5"))
         backend = open_backend(url)
         assert backend.read("a") == b"first"
         if not listens:
