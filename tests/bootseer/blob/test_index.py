@@ -200,7 +200,7 @@ def test_absurd_counts_are_refused_before_anything_is_allocated() -> None:
         index.decode(data)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     st.sampled_from(sorted(SECTIONS)),
     st.integers(0, 400),

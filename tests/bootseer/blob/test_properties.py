@@ -177,7 +177,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     return root, packed(root, frame_bytes=8192)[1]
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(position=st.integers(0, 10**9), value=st.integers(1, 255), data=st.data())
 def test_no_damage_to_a_blob_gives_wrong_bytes(
     small: tuple[Path, bytes], position: int, value: int, data: st.DataObject

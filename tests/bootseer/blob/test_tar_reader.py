@@ -239,7 +239,7 @@ def cut(data: bytes, position: int, value: int) -> bytes:
     return data[:position]
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.sampled_from([flip, cut]), st.integers(0, len(SEED) - 1), st.integers(1, 255))
 def test_damage_is_an_error_of_ours_or_a_valid_tree(
     damage: Callable[[bytes, int, int], bytes], position: int, value: int

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from bootseer.cli.tree import cli
 from tests.bootseer.cli.conftest import World
@@ -47,16 +48,25 @@ def test_an_example_that_does_not_parse_would_be_found() -> None:
         parse(["bootseer", "image", "lst"])
 
 
-def test_each_commands_help_ends_with_an_example(world: World) -> None:
+def test_each_commands_help_ends_with_an_example() -> None:
     for path, command in _ALL:
         words = path.split()[1:]
-        result = world(*words, "--help")
-        assert (result.code, result.err) == (0, ""), path
-        assert result.out.startswith("Usage: " + path)
+        result = CliRunner().invoke(cli, [*words, "--help"], prog_name="bootseer")
+        assert (result.exit_code, result.stderr) == (0, ""), path
+        assert result.stdout.startswith("Usage: " + path)
         if not isinstance(command, click.Group):
             # At the end, whatever the width of the terminal.
-            last = result.out.rstrip().rpartition("\n\n")[2]
+            last = result.stdout.rstrip().rpartition("\n\n")[2]
             assert last.split()[:2] == ["Example:", "bootseer"], path
+        short = CliRunner().invoke(cli, [*words, "-h"], prog_name="bootseer")
+        assert short.stdout == result.stdout
+
+
+def test_help_is_asked_for_as_any_command(world: World) -> None:
+    for words in ((), ("image",), ("run",)):
+        result = world(*words, "--help")
+        assert (result.code, result.err) == (0, "")
+        assert result.out.startswith("Usage: " + " ".join(("bootseer", *words)))
         assert world(*words, "-h").out == result.out
 
 

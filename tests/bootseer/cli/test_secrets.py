@@ -32,16 +32,26 @@ URLS = [
 ]
 
 
+# Each command opens the store by one function: with these, all are run, with the others a few.
+_SERVED = [URLS[0], URLS[2], URLS[5]]
+
+
 @pytest.mark.parametrize("url", URLS)
 def test_no_command_shows_credentials(world: World, url: str) -> None:
     for arguments in (
-        ("image", "list"),
         ("-vv", "image", "list"),
         ("config",),
-        ("config", "--json"),
-        ("image", "index", "src"),
-        ("snapshot", "show", "x"),
-        ("run", "--image", "image:1", "--", "true"),
+        *(
+            (
+                ("image", "list"),
+                ("config", "--json"),
+                ("image", "index", "src"),
+                ("snapshot", "show", "x"),
+                ("run", "--image", "image:1", "--", "true"),
+            )
+            if url in _SERVED
+            else ()
+        ),
     ):
         result = world(*arguments, BOOTSEER_STORE=url, BOOTSEER_DEADLINE="1")
         assert SECRET not in result.out + result.err, result

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from bootseer.report.explain import Analysis, StartModel
+from bootseer.report.explain import StartModel
+from bootseer.report.graph import LAUNCHER, tracks_of
 from bootseer.report.read import read_graph
-from bootseer.report.sources import TimelineFolder, find_start
+from bootseer.report.sources import StartFiles, TimelineFolder, find_start
+from bootseer.timeline.otlp import READY
 from testbed.starts.experiment import FAULTS, Experiment, Scale
 from testbed.starts.nodes import NamespaceNode, Nodes, nodes
 
@@ -27,6 +29,8 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 model = torch.nn.Linear(8, 8)
+torch.save(model.state_dict(), f"model{os.environ['RANK']}.pt")
+model.load_state_dict(torch.load(f"model{os.environ['RANK']}.pt"))
 optimizer = torch.optim.SGD(model.parameters())
 for batch in torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=8):
     model(batch).sum().backward()
@@ -77,10 +81,8 @@ def _end(started: Mapping[str, "subprocess.Popen[bytes]"], folder: Path) -> None
             process.wait()
 
 
-def _analysis(folder: Path) -> Analysis:
-    return StartModel(
-        read_graph(find_start(TimelineFolder(folder / "timelines"), "j"), 0)
-    ).analyse()
+def _found(folder: Path) -> StartFiles:
+    return find_start(TimelineFolder(folder / "timelines"), "j")
 
 
 def _report(folder: Path) -> dict[str, Any]:
@@ -114,7 +116,8 @@ def test_a_torchrun_job_on_two_nodes_is_explained(two_nodes: Nodes, tmp_path: Pa
     assert (document["node_count"], document["rank_count"]) == (2, 2)
     names = {row["name"] for row in document["stages"]}
     assert {"rendezvous", "init_process_group", "first collective", "first batch"} <= names
-    analysis = _analysis(tmp_path)
+    _check_tracks(tmp_path)
+    analysis = StartModel(read_graph(_found(tmp_path), 0)).analyse()
     assert analysis.is_ready
     named_s = sum(one.seconds for one in analysis.path if one.is_wait or one.label.kind == "in")
     assert analysis.ready_s == pytest.approx(watch_s, rel=0.02)
@@ -126,6 +129,31 @@ def test_a_torchrun_job_on_two_nodes_is_explained(two_nodes: Nodes, tmp_path: Pa
         "init_process_group 1",
         "first collective of group 0",
     }
+    # From the launcher by way of torchrun to the last rank.
+    roles = list(dict.fromkeys(segment.role for segment in analysis.path))
+    assert roles == [LAUNCHER, "run", "train.py"]
+
+
+def _check_tracks(folder: Path) -> None:
+    """Assert that each process's stages were noted, and that ranks began behind the rendezvous."""
+    tracks = tracks_of(_found(folder).stages(), 0)
+    ranks = [track for track in tracks if track.role == "train.py"]
+    assert sorted(track.rank for track in ranks) == [0, 1]
+    meetings = {}
+    for agent in (track for track in tracks if track.role == "run"):
+        start, meeting = [one for one in agent.spans if not one.name.startswith("import ")]
+        assert (start.name, meeting.name) == ("python start", "rendezvous")
+        meetings[agent.node] = meeting.end_s
+    for track in ranks:
+        assert [one.name for one in track.spans if not one.name.startswith("import ")] == [
+            "python start",
+            "init_process_group",
+            "torch.load",
+            "first batch",
+            "first collective",
+            READY,
+        ]
+        assert track.spans[0].begin_s >= meetings[track.node]
 
 
 def test_three_slow_nodes_are_blamed_for_what_was_slow(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def encoded() -> bytes:
 
 
 @given(position=st.integers(0, 10**9), bit=st.integers(0, 7))
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_any_flipped_bit_is_refused_or_changes_nothing(position: int, bit: int) -> None:
     data = bytearray(encoded())
     data[position % len(data)] ^= 1 << bit
@@ -181,7 +181,7 @@ def reseal(data: bytearray) -> bytes:
 
 
 @given(position=st.integers(16, 400), value=st.binary(min_size=1, max_size=8))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_a_hostile_layout_with_right_checksums_is_bounded(position: int, value: bytes) -> None:
     data = bytearray(encoded())
     data[position : position + len(value)] = value

@@ -267,7 +267,7 @@ def image_pairs(draw: st.DrawFn) -> tuple[Image, Image, list[tuple[int, int, int
     return old, new, ranges
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(image_pairs(), st.sampled_from([512, 2048, 2**19]))
 def test_what_is_translated_is_right_however_files_lie(
     pair: tuple[Image, Image, list[tuple[int, int, int]]], frame_bytes: int

@@ -144,7 +144,7 @@ def stacks(draw: st.DrawFn) -> list[ModelLayer]:
     return layers
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(stacks())
 def test_against_the_model(layers: list[ModelLayer]) -> None:
     check(layers)

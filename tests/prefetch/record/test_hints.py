@@ -126,7 +126,7 @@ def test_too_many_lines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         parse(b"a\n" * 4)
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(st.binary() | st.lists(st.binary(), max_size=5).map(b"\n".join) | st.just(b'{"'))
 def test_noise_is_a_list_or_refused(noise: bytes) -> None:
     try:

@@ -153,7 +153,7 @@ def stacks(draw: st.DrawFn) -> tuple[list[list[Member]], Model]:
     return layers, model
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(stacks())
 def test_tars_against_the_model(stack: tuple[list[list[Member]], Model]) -> None:
     layers, model = stack
