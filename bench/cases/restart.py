@@ -24,7 +24,7 @@ from bench.model import (
     at_most,
     ratio_of,
 )
-from bench.restart.job import WORKERS, RestartedJob
+from bench.restart.job import PARTS, WORKERS, RestartedJob
 from bench.site import assemble_hdfs
 from testbed.needs import MissingError
 
@@ -127,7 +127,10 @@ def _sample(
             "again_s": again["step_s"],
             "launcher_s": again["agent_s"],
             # All four at once, as torchrun restarts them.
-            **{f"failure_{name}": failure[name] for name in ("line_s", "import_s", "load_s")},
+            "failure_line_s": failure["line_s"],
+            **{f"start_{part}": start[part] for part in PARTS},
+            **{f"failure_{part}": failure[part] for part in PARTS},
+            **{f"again_{part}": again[part] for part in PARTS},
             "workers_bytes": failure["workers_bytes"],
             **more,
         },
@@ -243,8 +246,11 @@ CASE = Case(
         Column("worker killed s", "failure_s"),
         Column("job killed s", "again_s"),
         Column("first line s", "failure_line_s", digits=3),
+        Column("until started s", "failure_begin_s"),
         Column("imports s", "failure_import_s"),
+        Column("connected s", "failure_connect_s"),
         Column("load s", "failure_load_s"),
+        Column("step s", "failure_compute_s"),
         Column("workers MB", "workers_bytes", scale=1e-6, digits=0),
         Column("launcher s", "launcher_s"),
         Column("launcher after standby s", "standby_agent_s"),

@@ -22,6 +22,18 @@ WORKERS = 4
 _DEADLINE_S = 300.0
 _END_S = 30.0
 _POLL_S = 0.01
+_PARTS = {
+    "started": "begin_s",
+    "line": "interpreter_s",
+    "imported": "import_s",
+    "memory": "connect_s",
+    "loaded": "load_s",
+    "step": "compute_s",
+}
+"""Parts of a start by the event that ends them: torchrun starts the workers, the first line of each
+runs, their modules are imported, gloo has connected them, the checkpoint is loaded, the first step
+is taken."""
+PARTS = tuple(_PARTS.values())
 
 
 class RestartedJob:
@@ -140,12 +152,15 @@ class RestartedJob:
         figures = {
             "step_s": max(one["s"] for one in found["step"]) - began_s,
             "line_s": max(lines[rank] - started[rank] for rank in ranks),
-            "import_s": max(one["s"] for one in found["imported"]) - max(lines.values()),
-            "load_s": max(one["s"] for one in found["loaded"])
-            - max(one["s"] for one in found["memory"]),
             "workers_bytes": float(sum(one["bytes"] for one in found["memory"])),
             "cpu_s": tree_cpu_s(self._process.pid),
         }
+        # The parts of `step_s`: each ends when the last of the workers has got that far.
+        before_s = began_s
+        for event, part in _PARTS.items():
+            ended_s = max(one["s"] for one in found[event])
+            figures[part] = ended_s - before_s
+            before_s = ended_s
         if found["agent"]:
             figures["agent_s"] = found["agent"][0]["s"] - began_s
             figures["first_s"] = min(lines.values()) - began_s
@@ -155,8 +170,7 @@ class RestartedJob:
         """Return the events by name once all workers have taken a step."""
         deadline_s = time.monotonic() + _DEADLINE_S
         while True:
-            names = ("agent", "started", "line", "imported", "memory", "loaded", "step")
-            found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+            found: dict[str, list[dict[str, Any]]] = {name: [] for name in ("agent", *_PARTS)}
             for one in read_events(self._events)[self._seen :]:
                 if one.get("restart", restart) == restart:
                     found[one["event"]].append(one)
