@@ -8,13 +8,13 @@
 | `restore` | the choice between mount, link and extraction |
 | `relocation` | an environment changed so that it works at another path |
 | `mounted`, `holder` | overlays on targets, and the process behind one |
-| `trees` | extracted trees that the node keeps; reflink copies |
-| `place` | staging, commit and recovery of files in a target |
+| `node_trees` | extracted trees that the node keeps; reflink copies |
+| `staging` | staging, commit and recovery of files in a target |
 | `fetch` | extraction through the fetch engine |
 | `capture`, `sharing` | packing of a change; content that earlier blobs hold |
 | `diff` | differences between snapshots, packages and keys |
 | `catalogue`, `manifest` | snapshots in the store, and their format |
-| `key`, `parts`, `shown` | the key of a set-up, its encoding, words that may be shown |
+| `key`, `key_parts`, `shown` | the key of a set-up, its encoding, words that may be shown |
 | `layers` | overlayfs upper directories |
 | `targets` | directories that a set-up changes: inference, locks, users, last state |
 | `inputs`, `python` | files and interpreter that decide the result |

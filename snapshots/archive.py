@@ -35,10 +35,10 @@ from bootseer.linux.root_paths import resolve_in_root
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.capture import Change, capture_directories, make_manifest, make_target
+from bootseer.snapshots.key_parts import Part
 from bootseer.snapshots.manifest import Manifest, Stored, Target, is_name
-from bootseer.snapshots.parts import Part
-from bootseer.snapshots.place import recover_targets
 from bootseer.snapshots.scan import STAGING_PREFIX, scan, target_path, text_of
+from bootseer.snapshots.staging import recover_targets
 from bootseer.snapshots.targets import declared_targets, locked, remember
 from bootseer.store import Store, open_own_store
 

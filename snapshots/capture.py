@@ -32,6 +32,7 @@ from bootseer.linux.private_files import private_directory
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue import privileged, publish, publish_target
+from bootseer.snapshots.key_parts import Part, fingerprint
 from bootseer.snapshots.layers import WHITEOUT, Layers, Written, written
 from bootseer.snapshots.manifest import (
     NOTHING_OUTSIDE,
@@ -41,7 +42,6 @@ from bootseer.snapshots.manifest import (
     Stored,
     Target,
 )
-from bootseer.snapshots.parts import Part, fingerprint
 from bootseer.snapshots.scan import Scan, diff, text_of
 from bootseer.snapshots.sharing import RULE, Rule, find_others
 from bootseer.store import Store

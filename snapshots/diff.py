@@ -14,8 +14,8 @@ from bootseer.blob.tree import Inode, Tree
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.snapshots.catalogue import load_tree
+from bootseer.snapshots.key_parts import SECRETS, Part
 from bootseer.snapshots.manifest import Manifest
-from bootseer.snapshots.parts import SECRETS, Part
 from bootseer.snapshots.scan import NOTHING, STAGING_PREFIX
 from bootseer.store import Store
 

@@ -63,8 +63,8 @@ from bootseer.snapshots.mounted import (
     shared_targets,
     take_off_lingering,
 )
-from bootseer.snapshots.parts import Part, shown_program
-from bootseer.snapshots.place import Restoration, abandon_targets, place_targets, recover_targets
+from bootseer.snapshots.key_parts import Part, shown_program
+from bootseer.snapshots.staging import Restoration, abandon_targets, place_targets, recover_targets
 from bootseer.snapshots.restore import Wish, early_server, restore_by_choice
 from bootseer.snapshots.scan import Scan, base_digest, scan, text_of
 from bootseer.snapshots.targets import (

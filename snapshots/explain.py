@@ -25,8 +25,8 @@ from bootseer.snapshots.environment import (
     settled_max_age,
 )
 from bootseer.snapshots.key import Report, Request, resolve
+from bootseer.snapshots.key_parts import Part
 from bootseer.snapshots.manifest import Manifest
-from bootseer.snapshots.parts import Part
 from bootseer.snapshots.scan import base_digest, scan, text_of
 from bootseer.store import open_store
 

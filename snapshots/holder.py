@@ -18,7 +18,7 @@ from bootseer.served.processes import HOLDER, Report, serve
 from bootseer.served.service import ServiceState, hold_folder
 from bootseer.served.users import wait_until_unmounted
 from bootseer.settings.config import Settings
-from bootseer.snapshots.trees import NodeTrees
+from bootseer.snapshots.node_trees import NodeTrees
 
 
 class HolderPlan(Struct, frozen=True):

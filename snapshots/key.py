@@ -33,8 +33,7 @@ from bootseer.snapshots.inputs import (
     shared_part_name,
     with_names,
 )
-from bootseer.snapshots.layers import Layers
-from bootseer.snapshots.parts import (
+from bootseer.snapshots.key_parts import (
     Part,
     base_part_name,
     command_part,
@@ -44,6 +43,7 @@ from bootseer.snapshots.parts import (
     secret_part,
     variable_parts,
 )
+from bootseer.snapshots.layers import Layers
 from bootseer.snapshots.python import (
     Runner,
     find_python,

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from bootseer.base.documents import BlobDigest, Count64, DocumentFormat, PathBytes
 from bootseer.errors import CorruptError
-from bootseer.snapshots.parts import Part, fingerprint
+from bootseer.snapshots.key_parts import Part, fingerprint
 from bootseer.snapshots.scan import checked_target, is_plain, text_of
 
 EARLIER_MAX = 7

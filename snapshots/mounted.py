@@ -70,10 +70,10 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue import admit_tree, find_cut_blob, read_encoded_tree
 from bootseer.snapshots.layers import is_opaque
 from bootseer.snapshots.manifest import Target
-from bootseer.snapshots.place import OnFinished, Placed, Restoration, is_entered
+from bootseer.snapshots.staging import OnFinished, Placed, Restoration, is_entered
 from bootseer.snapshots.scan import scan, text_of
 from bootseer.snapshots.targets import was_empty
-from bootseer.snapshots.trees import NodeTrees
+from bootseer.snapshots.node_trees import NodeTrees
 from bootseer.store import Store
 
 logger = logging.getLogger(__name__)

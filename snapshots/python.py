@@ -22,7 +22,7 @@ from bootseer.errors import BootseerError, CorruptError
 from bootseer.linux.private_files import read_private_file, write_private_file
 from bootseer.linux.root_paths import WorkingDirectory, find_program
 from bootseer.linux.scripts import RunOptions
-from bootseer.snapshots.parts import Part
+from bootseer.snapshots.key_parts import Part
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from bootseer.errors import AlreadyExistsError, CorruptError, InvalidInputError,
 from bootseer.settings.config import Settings
 from bootseer.snapshots.fetch import fetch_tree
 from bootseer.snapshots.manifest import Manifest, Target
-from bootseer.snapshots.place import Placed, Restoration, one_directory, put_in_place
 from bootseer.snapshots.scan import base_digest, scan, text_of
+from bootseer.snapshots.staging import Placed, Restoration, one_directory, put_in_place
 from bootseer.store import Store
 
 # Linux before 5.1 reads 128 bytes of a script, its line end included (BINPRM_BUF_SIZE); pip and

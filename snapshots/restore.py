@@ -42,7 +42,9 @@ from bootseer.snapshots.mounted import (
     mount_snapshot,
     recover_mounts,
 )
-from bootseer.snapshots.place import (
+from bootseer.snapshots.node_trees import NodeTrees, copy_tree
+from bootseer.snapshots.scan import base_digest, fingerprint_of_restored, names_to_record, scan
+from bootseer.snapshots.staging import (
     OnFinished,
     Placed,
     Restoration,
@@ -54,9 +56,7 @@ from bootseer.snapshots.place import (
     recover_targets,
     why_guarded,
 )
-from bootseer.snapshots.scan import base_digest, fingerprint_of_restored, names_to_record, scan
 from bootseer.snapshots.targets import check_unused, locked, remember
-from bootseer.snapshots.trees import NodeTrees, copy_tree
 from bootseer.store import Store, open_own_store
 
 logger = logging.getLogger(__name__)
@@ -400,7 +400,7 @@ def restore_snapshot(
 
     Args:
         relocates: Whether an environment may be changed so that it works in `directory`.
-        allows_system: Whether targets may belong to the system (`place.why_guarded`).
+        allows_system: Whether targets may belong to the system (`staging.why_guarded`).
         report: Called with the targets, and with the way that was chosen and why.
         process: Server that was begun for a mount, see `early_server`.
 

@@ -24,8 +24,8 @@ from bootseer.blob.tree import Extent, Tree
 from bootseer.errors import BootseerError
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.diff import nearest
+from bootseer.snapshots.key_parts import Part
 from bootseer.snapshots.manifest import EARLIER_MAX, Manifest, Target
-from bootseer.snapshots.parts import Part
 from bootseer.snapshots.scan import Entry, Scan
 from bootseer.store import Store
 

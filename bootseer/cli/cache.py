@@ -9,10 +9,10 @@ import click
 from msgspec import Struct
 
 from bootseer.base.display import display_path, format_age
+from bootseer.cli.command_tree import WrappingCommand, command, current_settings
 from bootseer.cli.options import open_current_store
 from bootseer.cli.show import document_of, emit_records, emit_table, shows
 from bootseer.cli.text import human_bytes, say
-from bootseer.cli.tree import WrappingCommand, command, current_settings
 from bootseer.launch.caches.records import CacheRecord
 
 if TYPE_CHECKING:

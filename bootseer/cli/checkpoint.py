@@ -14,10 +14,10 @@ import click
 from msgspec import UNSET, Struct, UnsetType
 
 from bootseer.base.redact import public_url
+from bootseer.cli.command_tree import command, current_settings
 from bootseer.cli.options import Age, Seconds, Size, options
 from bootseer.cli.show import document_of, emit_records, emit_table, shows
 from bootseer.cli.text import human_bytes, human_time, one_line, printable, say, tell
-from bootseer.cli.tree import command, current_settings
 from bootseer.errors import (
     EXIT_OK,
     BootseerError,

@@ -8,10 +8,10 @@ from msgspec import Struct
 
 from bootseer.base.redact import public_url
 from bootseer.cli.checkpoint import form_options
+from bootseer.cli.command_tree import command, current_settings
 from bootseer.cli.options import Octal, Seconds, Size
 from bootseer.cli.show import document_of, shows
 from bootseer.cli.text import say, tell, warn_unwritten
-from bootseer.cli.tree import command, current_settings
 from bootseer.errors import PermissionDeniedError, UnsupportedError
 
 # The number above means "unchanged" to the kernel (chown(2)).

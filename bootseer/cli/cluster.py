@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from bootseer.base.redact import public_url, redact
+from bootseer.cli.command_tree import command, current_config, current_settings
 from bootseer.cli.options import Seconds, options
 from bootseer.cli.text import say, tell
-from bootseer.cli.tree import command, current_config, current_settings
 from bootseer.errors import NotFoundError, UnavailableError, UnsupportedError
 from bootseer.settings.config import variable_of
 

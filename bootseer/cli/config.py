@@ -3,8 +3,8 @@
 from msgspec import Struct
 
 from bootseer.base.redact import redact
+from bootseer.cli.command_tree import command, current_config
 from bootseer.cli.show import emit_table, shows
-from bootseer.cli.tree import command, current_config
 from bootseer.settings.config import TABLE, variable_of
 
 

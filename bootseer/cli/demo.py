@@ -9,9 +9,9 @@ import click
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import asdict
 
+from bootseer.cli.command_tree import command
 from bootseer.cli.show import document_of, emit_table, shows
 from bootseer.cli.text import human_bytes, tell
-from bootseer.cli.tree import command
 from bootseer.errors import BootseerError, NoSpaceError, from_oserror
 
 if TYPE_CHECKING:

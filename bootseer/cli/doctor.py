@@ -2,8 +2,8 @@
 
 import click
 
+from bootseer.cli.command_tree import SettingsSource, command
 from bootseer.cli.show import shows
-from bootseer.cli.tree import SettingsSource, command
 from bootseer.errors import EXIT_FAILURE, EXIT_OK
 from bootseer.launch.doctor import CheckStatus, Finding, examine
 from bootseer.settings.config import load_config

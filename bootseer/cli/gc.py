@@ -6,10 +6,10 @@ import click
 from msgspec import Struct
 
 from bootseer.base.display import display_path
+from bootseer.cli.command_tree import command, current_settings
 from bootseer.cli.options import Age, FiniteRange, open_current_store
 from bootseer.cli.show import emit_records, shows
 from bootseer.cli.text import human_bytes, say
-from bootseer.cli.tree import command, current_settings
 
 if TYPE_CHECKING:
     from bootseer.gc.collect import Collected

@@ -13,10 +13,10 @@ import click
 from msgspec import Struct
 
 from bootseer.blob.tree import Tree
+from bootseer.cli.command_tree import command, current_settings
 from bootseer.cli.options import Size, open_current_store
 from bootseer.cli.show import document_of, emit_records, emit_table, shows
 from bootseer.cli.text import human_bytes, human_time, printable, tell
-from bootseer.cli.tree import command, current_settings
 from bootseer.errors import EXIT_OK, InvalidInputError, NotFoundError
 from bootseer.prefetch.index.catalogue import find_image, list_images, load_tree
 from bootseer.prefetch.index.records import ImageConfig, ImageRecord, LayerRecord

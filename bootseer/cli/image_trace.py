@@ -8,10 +8,10 @@ import click
 from msgspec import Struct
 
 from bootseer.base.display import quoted
+from bootseer.cli.command_tree import command, current_settings
 from bootseer.cli.options import open_current_store
 from bootseer.cli.show import document_of, emit_records, shows
 from bootseer.cli.text import human_bytes, say, tell
-from bootseer.cli.tree import command, current_settings
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 
 

@@ -59,7 +59,7 @@ def _run(words: Sequence[str]) -> int:
 
             begin_log(line.verbosity)
             start_line(line)
-        from bootseer.cli.tree import run_click
+        from bootseer.cli.command_tree import run_click
 
         return run_click(words)
     except SystemExit as error:

@@ -9,11 +9,11 @@ import click
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
+from bootseer.cli.command_tree import command, current_settings
 from bootseer.cli.grammar import STANDBY, defaults
 from bootseer.cli.options import Seconds
 from bootseer.cli.show import emit_table, shows
 from bootseer.cli.text import printable, say, warn_unwritten
-from bootseer.cli.tree import command, current_settings
 from bootseer.errors import EXIT_FAILURE, EXIT_OK, DeadlineError, NotFoundError
 from bootseer.served.status import StatusEntry
 
@@ -41,7 +41,7 @@ def _show_served(found: Served) -> None:
     if one is None or one.figures is None:
         emit_entries(found.served)
         return
-    from bootseer.cli.figures import print_checkpoint_figures, print_image_figures
+    from bootseer.cli.mount_tables import print_checkpoint_figures, print_image_figures
 
     show = print_checkpoint_figures if one.kind in CHECKPOINTS else print_image_figures
     show(one.figures)

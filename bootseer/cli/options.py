@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from bootseer.cli.command_tree import current_settings
 from bootseer.cli.text import say
-from bootseer.cli.tree import current_settings
 from bootseer.errors import InvalidInputError
 from bootseer.settings.config import RESTORE_MODES
 from bootseer.settings.values import parse_age, parse_duration, parse_size

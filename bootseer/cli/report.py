@@ -11,10 +11,10 @@ import click
 from msgspec import Struct, to_builtins
 
 from bootseer.base.redact import public_url
+from bootseer.cli.command_tree import command, current_config, current_settings
 from bootseer.cli.options import FiniteRange, Seconds
 from bootseer.cli.show import documents, emit_json, emit_table, json_option
 from bootseer.cli.text import human_bytes, printable, say
-from bootseer.cli.tree import command, current_config, current_settings
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.report.explain import (
     Analysis,

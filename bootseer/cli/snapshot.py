@@ -13,10 +13,10 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from bootseer.base.display import display_path
+from bootseer.cli.command_tree import command, current_settings
 from bootseer.cli.options import mode_option, open_current_store
 from bootseer.cli.show import document_of, emit_table, shows
 from bootseer.cli.text import human_bytes, human_time, printable, say
-from bootseer.cli.tree import command, current_settings
 from bootseer.errors import CorruptError, exit_code_of
 
 if TYPE_CHECKING:

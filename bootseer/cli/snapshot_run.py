@@ -8,11 +8,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.base.display import format_age
+from bootseer.cli.command_tree import command, current_settings
 from bootseer.cli.options import Seconds, mode_option, options
 from bootseer.cli.show import document_of, emit_table, shows
 from bootseer.cli.snapshot import ShownSnapshot, snapshot_of
 from bootseer.cli.text import human_bytes, human_time, printable, say
-from bootseer.cli.tree import command, current_settings
 
 if TYPE_CHECKING:
     from bootseer.snapshots.key import Request

@@ -8,10 +8,10 @@ import click
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bootseer.cli.command_tree import WrappingCommand, command, current_settings
 from bootseer.cli.options import Size, open_current_store
 from bootseer.cli.show import document_of, emit_records, shows
 from bootseer.cli.text import human_bytes, say, tell
-from bootseer.cli.tree import WrappingCommand, command, current_settings
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.settings.values import parse_name
 

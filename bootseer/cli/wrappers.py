@@ -5,9 +5,9 @@ from typing import Any
 
 import click
 
+from bootseer.cli.command_tree import WrappingCommand, current_config
 from bootseer.cli.grammar import RUN, STANDBY, Option
 from bootseer.cli.run import hold, start
-from bootseer.cli.tree import WrappingCommand, current_config
 
 
 def _params(options: Sequence[Option]) -> list[click.Parameter]:

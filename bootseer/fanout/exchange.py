@@ -39,8 +39,8 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.fanout import protocol
+from bootseer.fanout.connection import Link, connect, settle, welcome
 from bootseer.fanout.gathering import KEPT, REFUSED, WAITING, Gathering
-from bootseer.fanout.links import Link, connect, settle, welcome
 from bootseer.fanout.objects import ChunkList, decode_list
 from bootseer.fanout.plan import (
     ASK_S,

@@ -259,7 +259,7 @@ def _rows(group: Group, nodes: frozenset[str]) -> list[int]:
     return [row for row, node in enumerate(group.nodes) if node in nodes]
 
 
-# Names of the figures, as `bootseer.timeline.figures` writes them.
+# Names of the figures, as `bootseer.timeline.kernel_figures` writes them.
 STEAL_S, THROTTLED_S = "cpu.steal_s", "cpu.throttled_s"
 CPU_S, IO_S, MEMORY_S = "psi.cpu_s", "psi.io_s", "psi.memory_s"
 RETRANSMITS, RECEIVED = "tcp.retransmits", "net.rx_bytes"

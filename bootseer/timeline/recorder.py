@@ -21,7 +21,7 @@ from bootseer.base.redact import redact
 from bootseer.linux.private_files import open_private_directory
 from bootseer.linux.processes import boot_id
 from bootseer.served.ready_socket import send_ready
-from bootseer.timeline.figures import difference, sample
+from bootseer.timeline.kernel_figures import difference, sample
 from bootseer.timeline.otlp import (
     PROCESS,
     READY,

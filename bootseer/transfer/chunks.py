@@ -20,7 +20,7 @@ from bootseer.base.content_digest import content_digest
 from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.engine import FetchEngine, JobState, ReadInto, ReadJob, Try
-from bootseer.transfer.figures import FetchStatistics, Recorder
+from bootseer.transfer.fetch_statistics import FetchStatistics, Recorder
 from bootseer.transfer.policy import REQUEST, Policy, as_bootseer_error, fresh_copy, is_retryable
 from bootseer.transfer.ranges import Chunk, Fetch, Priority, covering, remaining
 

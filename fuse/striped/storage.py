@@ -7,7 +7,7 @@ functions and the warm-up all stand on it. Thread-safe as its parts are.
 from bootseer.base.closing import Closing
 from bootseer.errors import InvalidInputError
 from bootseer.fuse.striped.memory import Memory
-from bootseer.fuse.striped.names.tree import StripedTree
+from bootseer.fuse.striped.names.striped_tree import StripedTree
 from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.stripe_settings import StripeSettings

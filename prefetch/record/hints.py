@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from msgspec import Struct
 
 from bootseer.base.documents import DocumentFormat, PathBytes
-from bootseer.blob.parts import FileParts
+from bootseer.blob.file_parts import FileParts
 from bootseer.blob.tree import Tree
 from bootseer.errors import InvalidInputError
 from bootseer.prefetch.record.file_rows import TracedFile

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from testbed.needs import MissingError
 from tests.support.cli_reference import root_context
 

@@ -2,7 +2,7 @@
 
 import click
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from tests.support import json_reference
 from tests.support.cli_reference import PATH, commands, render, root_context
 

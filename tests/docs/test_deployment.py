@@ -11,7 +11,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from click.testing import CliRunner
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from bootseer.settings.config import Settings, variable_of
 from testbed.containers.chart import objects, render
 from tests.support.cli_reference import root_context

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from testbed.paths import REPOSITORY
 from tests.support.cli_reference import root_context
 

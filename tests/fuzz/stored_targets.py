@@ -20,9 +20,9 @@ from bootseer.report.export import analysis_document
 from bootseer.report.graph import StartGraph
 from bootseer.report.sources import BYTES_MAX, pack, unpack
 from bootseer.snapshots import manifest as manifests
+from bootseer.snapshots.key_parts import Part, fingerprint
 from bootseer.snapshots.manifest import Manifest, Outside, Stored
 from bootseer.snapshots.manifest import Target as SnapshotTarget
-from bootseer.snapshots.parts import Part, fingerprint
 from bootseer.store.objects import lease, uses
 from bootseer.timeline import otlp, stored
 from tests.fuzz import samples

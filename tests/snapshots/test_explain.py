@@ -16,8 +16,8 @@ from bootseer.snapshots.diff import compare_parts, nearest
 from bootseer.snapshots.environment import HELD, Known, Situation, decide, run_setup
 from bootseer.snapshots.explain import IN_PLACE, RESTORE, RUN, Explanation, explain_setup
 from bootseer.snapshots.key import Request
+from bootseer.snapshots.key_parts import Part, fingerprint
 from bootseer.snapshots.manifest import Manifest, Stored, Target, encode
-from bootseer.snapshots.parts import Part, fingerprint
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, UnknownFormatError
+from bootseer.snapshots.key_parts import Part, fingerprint
 from bootseer.snapshots.manifest import Manifest, Outside, Stored, Target, decode, encode
-from bootseer.snapshots.parts import Part, fingerprint
 from bootseer.snapshots.scan import target_path
 
 _PARTS = (Part("command", '["x"]'), Part("salt", ""))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.explain import explain_setup
 from bootseer.snapshots.key import Request, Resolved, resolve
-from bootseer.snapshots.parts import Part, command_part, secret_part, variable_parts
+from bootseer.snapshots.key_parts import Part, command_part, secret_part, variable_parts
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.secret_commands import COMMANDS, SECRET, SECRETS
 

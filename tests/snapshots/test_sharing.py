@@ -23,8 +23,8 @@ from bootseer.snapshots.archive import export_snapshot
 from bootseer.snapshots.capture import Change, capture, make_manifest
 from bootseer.snapshots.catalogue import Verifier
 from bootseer.snapshots.fetch import fetch_tree
+from bootseer.snapshots.key_parts import Part
 from bootseer.snapshots.manifest import EARLIER_MAX, Manifest, Target, decode, encode
-from bootseer.snapshots.parts import Part
 from bootseer.snapshots.scan import scan
 from bootseer.snapshots.sharing import RULE, Place, Rule, bytecode_then, choose_blobs
 from bootseer.store import Store, open_store

@@ -9,8 +9,8 @@ from bootseer.errors import InvalidInputError
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.archive import create_snapshot
 from bootseer.snapshots.manifest import Manifest
-from bootseer.snapshots.place import why_guarded
 from bootseer.snapshots.restore import restore_snapshot
+from bootseer.snapshots.staging import why_guarded
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 

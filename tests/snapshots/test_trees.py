@@ -16,7 +16,7 @@ from bootseer.settings.config import Settings, load_settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.key import Request
-from bootseer.snapshots.trees import NodeTrees, is_whole
+from bootseer.snapshots.node_trees import NodeTrees, is_whole
 from bootseer.store import open_store
 from testbed.needs import MissingError, require
 from testbed.trees import describe, differences, make_zoo

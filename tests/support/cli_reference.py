@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from bootseer import errors
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from bootseer.settings.config import TABLE, short_name
 from testbed.paths import REPOSITORY
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from msgspec import Struct, UnsetType
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from testbed.paths import REPOSITORY
 from tests.support.cli_reference import commands, root_context
 

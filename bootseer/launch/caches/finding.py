@@ -30,8 +30,8 @@ from bootseer.launch.caches.packages import Python, python_of
 from bootseer.launch.caches.records import own_folder
 from bootseer.linux.root_paths import WorkingDirectory
 from bootseer.settings.config import Settings
+from bootseer.snapshots.key_parts import Part, fingerprint
 from bootseer.snapshots.manifest import CACHE
-from bootseer.snapshots.parts import Part, fingerprint
 from bootseer.snapshots.scan import target_path
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from bootseer.linux.processes import kill_child, reap, wait_readable
 from bootseer.linux.root_paths import find_program, resolve_in_root
-from bootseer.snapshots.parts import Part
+from bootseer.snapshots.key_parts import Part
 
 if TYPE_CHECKING:
     from bootseer.snapshots.python import Runner

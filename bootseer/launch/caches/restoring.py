@@ -34,8 +34,8 @@ from bootseer.snapshots import catalogue
 from bootseer.snapshots.catalogue import admit_tree
 from bootseer.snapshots.fetch import fetch_tree
 from bootseer.snapshots.manifest import Manifest, Target
-from bootseer.snapshots.place import move_into
 from bootseer.snapshots.scan import STAGING_PREFIX, scan
+from bootseer.snapshots.staging import move_into
 from bootseer.snapshots.targets import locked
 from bootseer.store import Store
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bootseer.profile.collect.frameworks import HOOKS
-from bootseer.timeline.figures import Sample, difference, sample
+from bootseer.timeline.kernel_figures import Sample, difference, sample
 from bootseer.timeline.otlp import BARRIER, IMPORTS_EVENT, PARENT, ROLE, Value
 from bootseer.timeline.recorder import (
     LAUNCHED_VARIABLE,

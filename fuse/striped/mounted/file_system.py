@@ -36,7 +36,7 @@ from bootseer.fuse.striped.mounted.nodes import Node, NodeTable
 from bootseer.fuse.striped.mounted.open_files import OpenFiles, opened_as
 from bootseer.fuse.striped.mounted.status import OpenFigures
 from bootseer.fuse.striped.names.stored import FileStatus, is_hidden, refuse
-from bootseer.fuse.striped.names.tree import directory_of
+from bootseer.fuse.striped.names.striped_tree import directory_of
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import moved_identity
 from bootseer.fuse.striped.writing.file_writer import FileWriter

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from bootseer.fuse.striped.names.tree import StripedTree
+from bootseer.fuse.striped.names.striped_tree import StripedTree
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.writing.write_memory import WriteMemory
 from bootseer.store.backend import Backend

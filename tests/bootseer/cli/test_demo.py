@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from bootseer.demo import job
 from bootseer.demo.job import DemoPlan, Launch
 from bootseer.timeline.otlp import Stage

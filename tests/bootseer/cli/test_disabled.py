@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 import pytest
 
+from bootseer.cli.command_tree import cli
 from bootseer.cli.disabled import is_disabled
 from bootseer.cli.grammar import behind_settings
-from bootseer.cli.tree import cli
 
 
 def run(

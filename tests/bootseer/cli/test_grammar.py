@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootseer.cli.command_tree import cli, load
 from bootseer.cli.grammar import COMMANDS, read_run
-from bootseer.cli.tree import cli, load
 from tests.bootseer.cli.conftest import World
 
 _WORDS = st.sampled_from(

@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from tests.bootseer.cli.conftest import World
 from tests.support.cli_reference import commands, root_context
 

@@ -13,7 +13,7 @@ _FIGURES = "figures of a mount"
 
 
 def test_every_command_that_has_it_is_documented() -> None:
-    from bootseer.cli.tree import cli
+    from bootseer.cli.command_tree import cli
     from tests.support.cli_reference import commands, root_context
 
     with_json = {

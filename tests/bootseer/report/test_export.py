@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from bootseer.report.explain import StartModel
 from bootseer.report.export import Slice, share_out, to_trace
 from bootseer.report.graph import StartGraph, Track, TrackSpan

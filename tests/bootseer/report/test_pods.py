@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.kubernetes.pod_stages import start_of_container
 from bootseer.report.others.kubernetes import WithPods

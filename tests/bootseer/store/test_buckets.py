@@ -12,7 +12,7 @@ import fsspec
 import pytest
 from click.testing import CliRunner
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,

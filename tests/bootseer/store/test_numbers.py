@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from bootseer.errors import InvalidInputError
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.store import open_backend

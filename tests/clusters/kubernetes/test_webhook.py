@@ -11,7 +11,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from click.testing import CliRunner
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from testbed.containers.chart import NAMESPACE
 from testbed.kubernetes.cluster import KubernetesCluster
 from testbed.kubernetes.installation import Installation

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from click.testing import CliRunner
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from bootseer.errors import BootseerError, CorruptError, UnsupportedError
 
 _SERVICE = "runtime.v1.RuntimeService"

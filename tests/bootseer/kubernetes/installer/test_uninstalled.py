@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from bootseer.errors import PermissionDeniedError
 from bootseer.kubernetes import mount_host
 from bootseer.kubernetes.csi.attributes import ImageVolume

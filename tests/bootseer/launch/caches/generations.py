@@ -9,7 +9,7 @@ from bootseer.launch.caches.publishing import PublishResult, StartFacts, publish
 from bootseer.launch.caches.records import RestoreResult
 from bootseer.launch.caches.restoring import restore
 from bootseer.settings.config import Settings, load_settings
-from bootseer.snapshots.parts import Part
+from bootseer.snapshots.key_parts import Part
 from bootseer.store import open_own_store
 
 

@@ -17,7 +17,7 @@ import zstandard
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from bootseer.errors import CorruptError
 from bootseer.gc.retention import DAY_S, Rules
 from bootseer.linux.processes import ProcessId

@@ -146,7 +146,7 @@ def test_a_killed_report_leaves_the_page_that_was_there(folder: Path, tmp_path: 
         "    print('written', flush=True)\n"
         "    import time; time.sleep(60)\n"
         "pathlib.Path.replace = late\n"
-        "from bootseer.cli.tree import cli\n"
+        "from bootseer.cli.command_tree import cli\n"
         "cli(sys.argv[1:])\n"
     )
     command = [sys.executable, "-c", code, "--timeline-dir", str(folder), "report", "j", "--html"]

@@ -44,8 +44,8 @@ from bootseer.linux.removal import remove_tree
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue import admit_tree, read_encoded_tree
+from bootseer.snapshots.key_parts import base_part_name
 from bootseer.snapshots.manifest import Manifest, Target
-from bootseer.snapshots.parts import base_part_name
 from bootseer.snapshots.scan import NOTHING, STAGING_PREFIX, Scan, base_digest, is_plain, text_of
 from bootseer.store import Store
 
