@@ -49,11 +49,11 @@ from bootseer.settings.config import Settings
 from bootseer.settings.values import AUTOMATIC_AGE_S
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.key import Report, Request, Resolved, resolve, working_directory
+from bootseer.snapshots.key_parts import Part, shown_program
 from bootseer.snapshots.layers import hard_links, scan_after, scan_before
 from bootseer.snapshots.manifest import Manifest, Outside
 from bootseer.snapshots.mounted import (
-    Found,
-    drop_damaged,
+    MountedSnapshot,
     enter_own_view,
     find_mounted,
     keep_mounted,
@@ -61,12 +61,12 @@ from bootseer.snapshots.mounted import (
     recover_mounts,
     recover_mounts_from,
     shared_targets,
-    take_off_lingering,
+    unmount_damaged,
+    unmount_lingering,
 )
-from bootseer.snapshots.key_parts import Part, shown_program
-from bootseer.snapshots.staging import Restoration, abandon_targets, place_targets, recover_targets
 from bootseer.snapshots.restore import Wish, early_server, restore_by_choice
 from bootseer.snapshots.scan import Scan, base_digest, scan, text_of
+from bootseer.snapshots.staging import Restoration, abandon_targets, place_targets, recover_targets
 from bootseer.snapshots.targets import (
     check_unused,
     load_state,
@@ -208,7 +208,7 @@ def held_in_place(
 
 def mounted_in_place(
     settings: Settings, resolved: Resolved, paths: Mapping[bytes, Path]
-) -> tuple[str, dict[bytes, str], list[Found]] | None:
+) -> tuple[str, dict[bytes, str], list[MountedSnapshot]] | None:
     """Return the set-up's key, the base digests of its targets, and the mounts, if it is mounted.
 
     Contents of mounts are not scanned. Raises: BootseerError.
@@ -447,7 +447,7 @@ class _SetUp:
         kept = self._keep_mount()
         if kept is not None:
             return kept
-        self.is_changed = take_off_lingering(self.settings, self.hosts)
+        self.is_changed = unmount_lingering(self.settings, self.hosts)
         self._scan()
         kept = self._keep_directory()
         if kept is not None:
@@ -467,7 +467,7 @@ class _SetUp:
         if found is None:
             return None
         self.key, _, mounts = found
-        if drop_damaged(self.settings, mounts):
+        if unmount_damaged(self.settings, mounts):
             self.report(
                 f"warning: snapshot {self.key[:12]}, which is mounted, is damaged in the store; "
                 "it is restored anew"

@@ -1,10 +1,10 @@
-"""Snapshots shown on their targets by overlays: on the host, in a container, in an own view.
+"""Overlay mounts of snapshots on their targets: on the host, in a container, in a namespace.
 
-A process keeps the tree below an overlay: a server of `prefetch` that fetches files as they are
-read (`mount_snapshot`), or a holder of an extracted tree (`link_snapshot`). The overlay goes onto
-the target in one step and makes it writable; then it gets its first user. A process that is killed
-before that leaves an overlay without users: the process behind the overlay watches its maker and
-takes it off, and so does the next run (`recover_mounts`).
+The lower directory of an overlay is a tree that another process keeps: a server of `prefetch`,
+which fetches files as they are read (`mount_snapshot`), or the holder of an extracted tree
+(`link_snapshot`). The overlay appears on the target in one step, makes it writable, and then gets
+its first user. If this process is killed before that, the overlay has no user: the process that
+keeps the tree notices the death and unmounts it, or the next run does (`recover_mounts`).
 
 The caller holds the locks of the targets. Main thread: `enter_own_view` changes the mount
 namespace.
@@ -70,10 +70,10 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue import admit_tree, find_cut_blob, read_encoded_tree
 from bootseer.snapshots.layers import is_opaque
 from bootseer.snapshots.manifest import Target
-from bootseer.snapshots.staging import OnFinished, Placed, Restoration, is_entered
-from bootseer.snapshots.scan import scan, text_of
-from bootseer.snapshots.targets import was_empty
 from bootseer.snapshots.node_trees import NodeTrees
+from bootseer.snapshots.scan import scan, text_of
+from bootseer.snapshots.staging import OnFinished, Placed, Restoration, is_entered
+from bootseer.snapshots.targets import was_empty
 from bootseer.store import Store
 
 logger = logging.getLogger(__name__)
@@ -83,48 +83,50 @@ _RECORD = "snapshot.json"
 _END_S = 10.0
 
 
-class Mounted(Struct, frozen=True):
-    """A target on which a snapshot is mounted, as its mount's folder has it."""
+class MountRecord(Struct, frozen=True):
+    """Record of a snapshot that is mounted on a target, in the mount's folder."""
 
     target: str
     fingerprint: str
     base: str
-    """What was there before (`scan.base_digest`)."""
+    """Digest of the former contents of the target (`scan.base_digest`)."""
     scratch: str
-    """The folder that takes what is written to the mount."""
+    """Folder of the overlay's upper directory."""
     file_count: int
     mode: str
-    """The mode of restoring (`modes`) that put it there."""
+    """MOUNT or LINK."""
     ready_name: str
 
 
-_FORM: DocumentFormat[Mounted] = DocumentFormat(type=Mounted, versions=(1,), size_max=64 * 1024)
+_FORM: DocumentFormat[MountRecord] = DocumentFormat(
+    type=MountRecord, versions=(1,), size_max=64 * 1024
+)
 
 
-class _MountedTree(Struct, frozen=True):
-    """A tree that is mounted or linked, ready to be shown on a target by an overlay.
+class _LowerTree(Struct, frozen=True):
+    """Tree for the lower directory of an overlay, served by a mount or extracted on the node.
 
-    The process behind `state_dir` keeps the tree for as long as the overlay is there.
+    The process behind `state_dir` keeps the tree for as long as the overlay is mounted.
     """
 
     state_dir: Path
-    """The mount's folder."""
+    """Folder of the mount."""
     tree: Path
     ready_name: str = ""
-    """The name for BOOTSEER_READY_SOCKETS, where a start is recorded."""
+    """Name for BOOTSEER_READY_SOCKETS; empty unless the start is recorded."""
 
 
-def _cover_all(
-    work: Restoration, trees: Sequence[_MountedTree], *, mode: str, until_exit: bool
+def _mount_overlays(
+    work: Restoration, trees: Sequence[_LowerTree], *, mode: str, until_exit: bool
 ) -> None:
-    """Show `trees` on the targets of a restore. On an error nothing is mounted.
+    """Mount an overlay over one of `trees` on each target of a restore, or on none.
 
-    With `until_exit` the mounts go when this process ends, otherwise they stay until
+    With `until_exit` the overlays are unmounted when this process ends, otherwise by
     `unmount_snapshot`. Raises: UnsupportedError and other BootseerErrors.
     """
     with ExitStack() as undo:
         for item, one in zip(work.placed, trees, strict=True):
-            record = Mounted(
+            record = MountRecord(
                 target=str(item.path),
                 fingerprint=work.manifest.fingerprint,
                 base=work.bases[item.target.path],
@@ -134,24 +136,26 @@ def _cover_all(
                 ready_name=one.ready_name,
             )
 
-            def note(one: _MountedTree = one, record: Mounted = record) -> None:
-                # By now a process lives that will remove the folder.
+            def note(one: _LowerTree = one, record: MountRecord = record) -> None:
+                # Only a folder whose process has started is removed when the mount ends.
                 write_private_file(one.state_dir / _RECORD, _FORM.encode(record))
 
-            _cover(work, item, one.tree, Path(record.scratch), source_of(one.state_dir.name), note)
-            undo.callback(_uncover, item.path, one.state_dir.name)
+            _mount_overlay(
+                work, item, one.tree, Path(record.scratch), source_of(one.state_dir.name), note
+            )
+            undo.callback(_unmount_if_ours, item.path, one.state_dir.name)
         for one in trees:
-            # From here on it is finished, and stays.
+            # An overlay with a user outlives a failure of this process.
             add_user(one.state_dir, os.getpid() if until_exit else None)
         undo.pop_all()
 
 
 def _scratch_of(settings: Settings, state_dir: Path) -> Path:
-    """Return the folder that takes the writes to a mount."""
+    """Return the folder of a mount's upper directory."""
     return settings.cache_dir / "containers" / state_dir.name
 
 
-def _cover(
+def _mount_overlay(
     work: Restoration,
     item: Placed,
     tree: Path,
@@ -159,7 +163,7 @@ def _cover(
     source: str,
     note: Callable[[], None] = lambda: None,
 ) -> None:
-    """Show a tree on a target; `note` is called right before."""
+    """Mount an overlay over `tree` on a target; `note` is called right before."""
     try:
         make_private_directory(scratch)
         item.path.mkdir(parents=True, exist_ok=True)
@@ -177,112 +181,113 @@ def _cover(
     )
 
 
-def _uncover(path: Path, identity: str) -> None:
-    cover = overlay_at(path)
-    if cover is not None and cover.id == identity:
+def _unmount_if_ours(path: Path, identity: str) -> None:
+    overlay = overlay_at(path)
+    if overlay is not None and overlay.id == identity:
         with contextlib.suppress(BootseerError):
-            unmount_overlay(cover)
+            unmount_overlay(overlay)
 
 
-# ---- what is mounted already ------------------------------------------------------------------
+# ---- mounted snapshots --------------------------------------------------------------------------
 def recover_mounts(settings: Settings, hosts: Iterable[Path]) -> None:
-    """Take off what dead servers, and runs that were killed, have left on `hosts` or above them.
+    """Unmount overlays of dead servers and of killed runs on `hosts` and the directories above.
 
-    Raises: BusyError where something has been mounted on top of it.
+    Raises: BusyError if something else is mounted on top of one.
     """
     sweep_overlays(settings.run_dir)
-    paths = {cover.path for cover in overlays()}
+    paths = {overlay.path for overlay in overlays()}
     for path in paths.intersection(above for host in hosts for above in (host, *host.parents)):
-        while (cover := overlay_at(path)) is not None:
-            state_dir = services_dir(settings.run_dir) / cover.id
+        while (overlay := overlay_at(path)) is not None:
+            state_dir = services_dir(settings.run_dir) / overlay.id
             if not state_dir.is_dir() or os.path.isdir(state_dir / "users"):
                 break
-            logger.warning("taking off %s, left by a run that was killed", path)
-            unmount_overlay(cover)
+            logger.warning("unmounting %s, left by a run that was killed", path)
+            unmount_overlay(overlay)
 
 
 def recover_mounts_from(settings: Settings, hosts: Iterable[Path], error: Exception) -> bool:
-    """Call `recover` after a failure on `hosts`, if a server has ended.
+    """Call `recover_mounts` if `error` on `hosts` shows that a server has ended.
 
-    Return False if the failure had another cause. A server that is being killed still holds its
-    lock for moments. Raises: as `recover`.
+    Return False if it does not. A killed server still holds its lock for a moment, so this waits
+    until the lock is free. Raises: as `recover_mounts`.
     """
     if not is_disconnected(error):
         return False
-    for cover in filter(None, map(overlay_at, hosts)):
-        wait_released(services_dir(settings.run_dir) / cover.id, _END_S)
+    for overlay in filter(None, map(overlay_at, hosts)):
+        wait_released(services_dir(settings.run_dir) / overlay.id, _END_S)
     recover_mounts(settings, hosts)
     return True
 
 
-class Found(Struct, frozen=True):
-    """Cover on a target, and its record."""
+class MountedSnapshot(Struct, frozen=True):
+    """Overlay on a target, and its record."""
 
-    cover: Overlay
-    record: Mounted
+    overlay: Overlay
+    record: MountRecord
 
 
-def find_mounted(settings: Settings, host: Path) -> Found | None:
-    """The snapshot that is mounted on `host`, if nothing was written there since but bytecode."""
-    cover = overlay_at(host)
-    if cover is None:
+def find_mounted(settings: Settings, host: Path) -> MountedSnapshot | None:
+    """Return the snapshot that is mounted on `host`, or None.
+
+    None also if anything but bytecode was written there.
+    """
+    overlay = overlay_at(host)
+    if overlay is None:
         return None
-    record = _read(settings, cover)
-    if record is None or record.target != str(host) or _is_touched(record):
+    folder = services_dir(settings.run_dir) / overlay.id
+    record = read_private_file(folder / _RECORD, _FORM)
+    if record is None or record.target != str(host) or _is_changed(record):
         return None
-    return Found(cover, record)
+    return MountedSnapshot(overlay, record)
 
 
-def keep_mounted(settings: Settings, found: Iterable[Found], *, until_exit: bool) -> bool:
-    """Keep a mount that `find_mounted` found, for this process as well or for all times.
+def keep_mounted(
+    settings: Settings, mounted: Iterable[MountedSnapshot], *, until_exit: bool
+) -> bool:
+    """Make this process a user of the mounts; without `until_exit` they stay until unmounted.
 
-    Return False if the mount is being removed just now.
+    Return False if one of them is being unmounted at the moment.
     """
     user = os.getpid() if until_exit else None
-    return all(
-        join(services_dir(settings.run_dir) / one.cover.id, one.cover, user) for one in found
-    )
+    folder = services_dir(settings.run_dir)
+    return all(join(folder / one.overlay.id, one.overlay, user) for one in mounted)
 
 
-def take_off_lingering(settings: Settings, hosts: Iterable[Path]) -> bool:
+def unmount_lingering(settings: Settings, hosts: Iterable[Path]) -> bool:
     """Unmount the lingering mounts of ended jobs on `hosts`; return whether there were any.
 
     Raises: BootseerError.
     """
     found = False
     for path in hosts:
-        while (cover := overlay_at(path)) and is_lingering(
-            services_dir(settings.run_dir) / cover.id
+        while (overlay := overlay_at(path)) and is_lingering(
+            services_dir(settings.run_dir) / overlay.id
         ):
-            unmount_overlay(cover)
+            unmount_overlay(overlay)
             found = True
     return found
 
 
-def drop_damaged(settings: Settings, found: Iterable[Found]) -> bool:
-    """Return whether a mount's server has found its blobs damaged.
+def unmount_damaged(settings: Settings, mounted: Iterable[MountedSnapshot]) -> bool:
+    """Return whether a server has found the blobs of its snapshot damaged.
 
-    Such mounts are unmounted then, unless other jobs use them.
+    Unmounts such snapshots, unless other jobs use them.
     """
     is_damaged = False
-    for one in found:
-        state_dir = services_dir(settings.run_dir) / one.cover.id
+    for one in mounted:
+        state_dir = services_dir(settings.run_dir) / one.overlay.id
         state = read_state(state_dir)
         if state is None or not is_damage_known(settings.cache_dir, state.index_digest):
             continue
         is_damaged = True
-        logger.warning("what is mounted on %s is damaged in the store", one.cover.path)
+        logger.warning("the snapshot mounted on %s is damaged in the store", one.overlay.path)
         if not other_users(state_dir):
-            unmount_overlay(one.cover)
+            unmount_overlay(one.overlay)
     return is_damaged
 
 
-def _read(settings: Settings, cover: Overlay) -> Mounted | None:
-    return read_private_file(services_dir(settings.run_dir) / cover.id / _RECORD, _FORM)
-
-
-def _is_touched(record: Mounted) -> bool:
-    """Whether anything but bytecode and the directories above it was written."""
+def _is_changed(record: MountRecord) -> bool:
+    """Return whether anything but bytecode and the directories above it was written."""
     upper = Path(record.scratch) / "upper"
     try:
         written = scan(upper)
@@ -297,8 +302,8 @@ def _is_touched(record: Mounted) -> bool:
     )
 
 
-def _way_out(path: Path) -> str:
-    """Return advice for a busy mount at `path`: this very process may use it."""
+def _busy_advice(path: Path) -> str:
+    """Return advice for a mount at `path` that is in use, perhaps by this process."""
     with contextlib.suppress(OSError):
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
         if f" {path}/" in maps:
@@ -310,44 +315,45 @@ def _way_out(path: Path) -> str:
 
 
 def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False) -> bool:
-    """Take the snapshot off `directory`; writes to it are gone. Return whether another is below.
+    """Unmount the snapshot on `directory` and drop what was written to it.
 
-    A set-up that finds its target written to mounts another one on top.
+    Return whether another snapshot is mounted below: a set-up whose target was written to mounts
+    its snapshot on top.
 
-    `lazy`: also while files in it are open; they live on until they are closed.
+    `lazy`: unmount even if files in the snapshot are open; they stay usable until they are closed.
 
-    Raises: InvalidInputError if none is mounted; BusyError if files in it are open.
+    Raises: InvalidInputError if no snapshot is mounted; BusyError if files in it are open.
     """
     path = mount_table.absolute(directory)
-    cover = overlay_at(path)
-    if cover is None:
-        # It may be called by a symbolic link, as the target was. What is mounted is never a link.
-        cover = overlay_at(path.resolve())
-    if cover is None:
+    overlay = overlay_at(path)
+    if overlay is None:
+        # `directory` may be a symbolic link, as the target was. A mount point never is.
+        overlay = overlay_at(path.resolve())
+    if overlay is None:
         raise InvalidInputError(f"no snapshot is mounted on {path}")
     try:
-        unmount_overlay(cover, lazy=lazy)
+        unmount_overlay(overlay, lazy=lazy)
     except BusyError as error:
-        raise BusyError(f"{error}; {_way_out(cover.path)}") from error
-    if not lazy and not wait_released(services_dir(settings.run_dir) / cover.id, _END_S):
-        # It may take a while to make a large cache durable; no caller needs to wait for that.
-        logger.info("the server of %s still tidies up", path)
-    # That of a job which has ended, and could not take off what lay below another one.
-    unmount_all_unused(services_dir(settings.run_dir), cover.path)
-    return overlay_at(cover.path) is not None
+        raise BusyError(f"{error}; {_busy_advice(overlay.path)}") from error
+    if not lazy and not wait_released(services_dir(settings.run_dir) / overlay.id, _END_S):
+        # To make a large cache durable may take a while; no caller needs to wait for that.
+        logger.info("the server of %s is still saving its cache", path)
+    # Snapshots of ended jobs, which could not be unmounted while this one was on top.
+    unmount_all_unused(services_dir(settings.run_dir), overlay.path)
+    return overlay_at(overlay.path) is not None
 
 
 class MountOutcome(Struct, frozen=True):
     """Result of `mount_snapshot`."""
 
     moved_bytes: int
-    """Bytes that had to come from the store before the first read."""
+    """Bytes that were fetched from the store before the first read."""
     ready_names: tuple[str, ...]
-    """The names for BOOTSEER_READY_SOCKETS."""
+    """Names for BOOTSEER_READY_SOCKETS."""
 
 
 def name_of(target: bytes) -> str:
-    """Return the name of a target's tree, in place of an image's reference.
+    """Return the name under which a target's tree is recorded, like the reference of an image.
 
     Bundles of environments at the same path may serve each other.
     """
@@ -357,9 +363,14 @@ def name_of(target: bytes) -> str:
 def mount_snapshot(
     work: Restoration, *, until_exit: bool, process: processes.Process | None = None
 ) -> MountOutcome:
-    """Mount all targets of a snapshot; they work when this returns. See `_cover_all`.
+    """Mount all targets of a snapshot, or none. The targets can be read when this returns.
 
-    `process`, if one was begun, serves one of them.
+    Args:
+        work: The restore.
+        until_exit: Whether the mounts end with this process.
+        process: Server that was started early, for the first target.
+
+    Raises: as `_mount_overlays`.
     """
     settings = work.settings
     with ExitStack() as undo:
@@ -372,19 +383,19 @@ def mount_snapshot(
         for item, serving in zip(work.placed, all_serving, strict=True):
             indexes.append(have_index(settings, work.store, item.target))
             serving.go()
-        # Meanwhile: half of what a server would take until it can serve.
+        # Checked here while the servers start, which takes them twice as long.
         for item, index in zip(work.placed, indexes, strict=True):
             admit_tree(item.target, index.data, privileges=settings.restore_privileges)
         for serving in all_serving:
             serving.wait()
         served = [
-            _MountedTree(one.plan.state_dir, Path(one.plan.state.directory), one.plan.ready_name)
+            _LowerTree(one.plan.state_dir, Path(one.plan.state.directory), one.plan.ready_name)
             for one in all_serving
         ]
-        _cover_all(work, served, mode=MOUNT, until_exit=until_exit)
+        _mount_overlays(work, served, mode=MOUNT, until_exit=until_exit)
         undo.pop_all()
     for one in served:
-        # The overlay has a mount of its own by now.
+        # The overlay holds the tree's mount by now.
         with contextlib.suppress(BootseerError):
             detach(one.tree, lazy=True)
     moved = sum(len(index.data) for index in indexes if index.is_fetched)
@@ -392,16 +403,15 @@ def mount_snapshot(
 
 
 class Index(Struct, frozen=True):
-    """The encoded tree of a target."""
+    """Encoded tree of a target, verified against its digest."""
 
     data: bytes
-    """Verified against its digest."""
     is_fetched: bool
 
 
 def have_index(settings: Settings, store: Store, target: Target) -> Index:
     """Bring the target's index into the node's cache, for its server. Raises: BootseerError."""
-    # Better known now than at a read of the job.
+    # Damage that is known now would otherwise be an error of the job's reads.
     check_known_damage(settings.cache_dir, store, target.index.digest)
     if blob := find_cut_blob(store, target):
         raise CorruptError(f"the blob {blob.digest} in {store.url} does not have its size")
@@ -415,7 +425,7 @@ def have_index(settings: Settings, store: Store, target: Target) -> Index:
 
 
 def _begin_serving(settings: Settings, item: Placed, process: processes.Process | None) -> Serving:
-    """Begin to serve the target's tree in a new mount folder. Raises: BootseerError."""
+    """Start to serve the target's tree in a new mount folder. Raises: BootseerError."""
     state_dir = new_service_dir(settings.run_dir, process.identity if process else None)
     tree = state_dir / "tree"
     try:
@@ -474,25 +484,25 @@ def kept_tree(work: Restoration, target: Target, build: Build) -> Iterator[tuple
 
 
 def link_snapshot(work: Restoration, build: Build, *, until_exit: bool) -> None:
-    """Show all targets of a snapshot from extracted trees. See `_cover_all`.
+    """Mount overlays over extracted trees on all targets of a snapshot, or on none.
 
-    `build` makes the trees that are missing.
+    `build` makes the trees that are missing. Raises: as `_mount_overlays`.
     """
-    served: list[_MountedTree] = []
+    served: list[_LowerTree] = []
     with ExitStack() as undo:
         for item in work.placed:
             with kept_tree(work, item.target, build) as (source, _):
                 state_dir = hold(work.settings, item.path, item.target)
-            served.append(_MountedTree(state_dir, source))
+            served.append(_LowerTree(state_dir, source))
             undo.callback(give_up, state_dir, 0)
-        _cover_all(work, served, mode=LINK, until_exit=until_exit)
+        _mount_overlays(work, served, mode=LINK, until_exit=until_exit)
         undo.pop_all()
 
 
 def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
-    """Start the process that keeps an extracted tree and the overlay on `path`.
+    """Start the process that keeps an extracted tree for the overlay on `path`.
 
-    Returns the folder of the mount. Raises: BootseerError.
+    Return the folder of the mount. Raises: BootseerError.
     """
     state_dir = new_service_dir(settings.run_dir)
     state = ServiceState(
@@ -500,7 +510,7 @@ def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
         reference=text_of(target.path if target else os.fsencode(path)),
         index_digest=target.index.digest if target else "",
         workload=settings.workload,
-        # No image that could be unmounted as one.
+        # `bootseer unmount` finds images by their directory, and this is none.
         directory=str(state_dir / "tree"),
         pid=0,
         started_ns=time.time_ns(),
@@ -516,12 +526,13 @@ def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
 
 
 def link_in_container(work: Restoration, build: Build, scratch: Path) -> None:
-    """Show all targets of a snapshot in a container's root from extracted trees, or none.
+    """Mount overlays over extracted trees on all targets in a container's root, or on none.
 
-    The overlays and what is written to them go with the container; `scratch` is a folder of its
-    own. The job keeps the trees from being removed: it inherits the descriptors of their locks.
+    The overlays and their upper directories, in the container's folder `scratch`, are removed with
+    the container. The job inherits the descriptors of the trees' locks, so that no other process
+    removes the trees.
 
-    Raises: UnsupportedError where this kernel has no such overlay; BootseerError.
+    Raises: UnsupportedError if the kernel has no such overlay; BootseerError.
     """
     locks: list[int] = []
     with ExitStack() as undo:
@@ -531,25 +542,25 @@ def link_in_container(work: Restoration, build: Build, scratch: Path) -> None:
                 undo.callback(os.close, locks[-1])
                 digest = item.target.index.digest
                 own = scratch / f"{os.getpid()}-{digest[-16:]}-{len(locks)}"
-                _cover(work, item, source, own, "bootseer")
+                _mount_overlay(work, item, source, own, "bootseer")
                 undo.callback(namespaces.unmount, item.path)
         for lock in locks:
-            # Also in the program that this process becomes.
+            # The program that this process becomes holds the lock, too.
             os.set_inheritable(lock, True)
         undo.pop_all()
 
 
 _own: set[Path] = set()
-"""The targets of which this process has a view of its own."""
+"""Targets that this process sees in its own mount namespace, unlike other processes."""
 
 
 def shared_targets(targets: Iterable[Path]) -> list[Path]:
-    """The host paths that this process sees as every other one of the node does."""
+    """Return the targets that this process sees as all other processes of the node do."""
     return [target for target in targets if target not in _own]
 
 
 def noting_shared(note: OnFinished) -> OnFinished:
-    """`note`, but nothing for targets that no other process sees."""
+    """Return `note` without its effect on targets that only this process sees."""
 
     def save(target: Path, fingerprint: str, base: str, tree_fingerprint: str) -> None:
         if target not in _own:
@@ -561,11 +572,12 @@ def noting_shared(note: OnFinished) -> OnFinished:
 def enter_own_view(
     settings: Settings, used: Mapping[Path, int], before: Callable[[], None]
 ) -> None:
-    """Enter a mount namespace with an own view of `used`, the targets that other processes use.
+    """Enter a mount namespace and mount an overlay there over each of `used`.
 
-    `before` is called before the process enters it: the mounts that it needs must be there.
+    `used` are the targets that other processes use. `before` is called first, to finish the mounts
+    that this process needs.
 
-    Raises: BusyError if that is not possible.
+    Raises: BusyError if this is not possible.
     """
     try:
         if threading.current_thread() is not threading.main_thread():
@@ -573,10 +585,10 @@ def enter_own_view(
         before()
         if not _own:
             namespaces.unshare(namespaces.CLONE_NEWNS)
-            # What is mounted on the host later, as by an automounter, comes in.
+            # Later mounts of the host, such as an automounter's, appear here, too.
             namespaces.mount("none", "/", flags=namespaces.MS_REC | namespaces.MS_SLAVE)
         for target in used:
-            _cover_own(settings, target)
+            _mount_own_overlay(settings, target)
             _own.add(target)
     except (BootseerError, OSError) as error:
         target, pid = next(iter(used.items()))
@@ -587,11 +599,12 @@ def enter_own_view(
         ) from error
 
 
-def _cover_own(settings: Settings, target: Path) -> None:
-    """Show what there is without other jobs, with a layer for what this one writes."""
-    # Here: no other start needs it.
+def _mount_own_overlay(settings: Settings, target: Path) -> None:
+    """Mount an overlay over the target's own files, for the writes of this job.
 
-    is_mounted = _take_off_used(settings, target)
+    Overlays of other jobs are unmounted first, in this namespace only.
+    """
+    is_mounted = _unmount_used(settings, target)
     state_dir = hold(settings, target)
     scratch = _scratch_of(settings, state_dir)
     make_private_directory(scratch)
@@ -607,24 +620,24 @@ def _cover_own(settings: Settings, target: Path) -> None:
         is_difference=False,
         deletions=(),
         source=source_of(state_dir.name),
-        # It shows what is there.
+        # These are files of this node, not of a snapshot.
         privileges=True,
     )
     add_user(state_dir, os.getpid())
     if is_entered(target):
         with contextlib.suppress(OSError):
-            # This process would stay below.
+            # The working directory would stay in the directory below the overlay.
             os.chdir(os.getcwd())
 
 
-def _take_off_used(settings: Settings, target: Path) -> bool:
-    """Whether another job's mounts were on it."""
+def _unmount_used(settings: Settings, target: Path) -> bool:
+    """Unmount other jobs' overlays on the target; return whether there were any."""
     folder = services_dir(settings.run_dir)
     is_mounted = False
     while any(one.path == target and is_others_only(folder / one.id) for one in overlays()):
-        cover = overlay_at(target)
-        if cover is None:
+        overlay = overlay_at(target)
+        if overlay is None:
             raise BusyError(f"something else is mounted on {target}")
-        unmount_overlay(cover)
+        unmount_overlay(overlay)
         is_mounted = True
     return is_mounted
