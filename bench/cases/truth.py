@@ -262,24 +262,13 @@ class RunningStart:
         hogs: list[subprocess.Popen[bytes]] = []
         try:
             if fault.name == "busy CPU":
-                first = self._watch.with_name(f"{self._watch.name}-2-0.jsonl")
-                wait_for(lambda: first.exists() or self._ended(), "rank 2", timeout_s=_DEADLINE_S)
+                self._wait_for_note(2, b"")
                 hogs = self._truth.hog()
-                second = self._watch.with_name(f"{self._watch.name}-3-0.jsonl")
-                for path in (first, second):
-                    wait_for(
-                        lambda path=path: b"shared_tools" in path.read_bytes() or self._ended(),  # type: ignore[misc]
-                        "an import",
-                        timeout_s=_DEADLINE_S,
-                    )
+                for rank in (2, 3):
+                    self._wait_for_note(rank, b"shared_tools")
                 self._kill(hogs)
             if not fault.is_ready:
-                other = self._watch.with_name(f"{self._watch.name}-0-0.jsonl")
-                wait_for(
-                    lambda: (other.exists() and b"Parallel" in other.read_bytes()) or self._ended(),
-                    "the barrier",
-                    timeout_s=_DEADLINE_S,
-                )
+                self._wait_for_note(0, b"Parallel")
                 pause(_HANG_S)
                 return
             for process in self.processes:
@@ -287,6 +276,17 @@ class RunningStart:
                     raise RuntimeError(f"a node failed; see output-* in {self._truth.folder}")
         finally:
             self._kill([*hogs, *self.processes])
+
+    def _wait_for_note(self, rank: int, word: bytes) -> None:
+        """Wait until the stop-watch of a rank has noted `word`, or the job has ended."""
+        wait_for(
+            lambda: any(word in path.read_bytes() for path in self._watches(rank)) or self._ended(),
+            f"{word.decode()} of rank {rank}",
+            timeout_s=_DEADLINE_S,
+        )
+
+    def _watches(self, rank: int) -> list[Path]:
+        return list(self._watch.parent.glob(f"{self._watch.name}-{rank}-*.jsonl"))
 
     def _ended(self) -> bool:
         return all(one.poll() is not None for one in self.processes)
@@ -300,26 +300,28 @@ class RunningStart:
             process.wait()
 
     def watched(self) -> dict[tuple[int, int], Watched]:
-        """Return the stop-watches by rank and restart."""
-        found = {}
-        for path in self._watch.parent.glob(f"{self._watch.name}-*.jsonl"):
-            rank, restart = map(int, path.stem.split("-")[-2:])
-            stages: dict[tuple[str, float], float] = {}
-            begin_s = 0.0
-            for line in path.read_text().splitlines():
-                one = json.loads(line)
-                begin_s = begin_s or one["begin_s"]
-                if "end_s" in one:
-                    stages[one["stage"], one["begin_s"]] = one["end_s"]
-            found[rank, restart] = Watched(
-                begin_s, tuple((name, begin, end) for (name, begin), end in stages.items())
-            )
+        """Return the stop-watches by rank and number of earlier processes of the rank."""
+        found: dict[tuple[int, int], Watched] = {}
+        for rank in range(4):
+            rounds = sorted(map(_read_watch, self._watches(rank)), key=lambda one: one.begin_s)
+            found |= {(rank, number): one for number, one in enumerate(rounds)}
         return found
 
     def model(self) -> StartModel:
         """Return the report's model of the start."""
         folder = TimelineFolder(self._truth.folder / "timelines")
         return StartModel(read_graph(find_start(folder, "truth", None, self.submission), 0))
+
+
+def _read_watch(path: Path) -> Watched:
+    stages: dict[tuple[str, float], float] = {}
+    begin_s = 0.0
+    for line in path.read_text().splitlines():
+        one = json.loads(line)
+        begin_s = begin_s or one["begin_s"]
+        if "end_s" in one:
+            stages[one["stage"], one["begin_s"]] = one["end_s"]
+    return Watched(begin_s, tuple((name, begin, end) for (name, begin), end in stages.items()))
 
 
 def _checkpoint(folder: Path) -> bytes:
@@ -359,7 +361,9 @@ def lost_s(fault: Fault, watched: Mapping[tuple[int, int], Watched]) -> float:
     if fault.name == "late node":
         return fault.begins_after_s
     if fault.name == "late rank":
-        return _WAIT_S
+        # Without its sleep the barrier would have opened when the last of the others came.
+        arrived = {rank: _begin_of(one, "init_process_group") for (rank, _), one in watched.items()}
+        return min(_WAIT_S, arrived.pop(fault.rank) - max(arrived.values()))
     if fault.name == "restarted rank":
         return watched[3, 1].begin_s - watched[3, 0].begin_s
     if not fault.stage or not fault.is_ready:
@@ -370,6 +374,10 @@ def lost_s(fault: Fault, watched: Mapping[tuple[int, int], Watched]) -> float:
             if name == fault.stage:
                 seconds[rank >= 2].append(end_s - begin_s)
     return max(seconds[True]) - statistics.median(seconds[False])
+
+
+def _begin_of(watched: Watched, stage: str) -> float:
+    return next(begin_s for name, begin_s, _ in watched.stages if name == stage)
 
 
 def is_right(fault: Fault, delay: Delay | None) -> bool:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 RANK, RESTART = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-WATCH = Path(f"{os.environ['WATCH']}-{RANK}-{RESTART}.jsonl").open("w", buffering=1)  # noqa: SIM115
+# An agent does not count the restarts for another node's failure: the process tells rounds apart.
+WATCH = Path(f"{os.environ['WATCH']}-{RANK}-{os.getpid()}.jsonl").open("w", buffering=1)  # noqa: SIM115
 
 
 def note(stage: str, **times: float) -> None:

@@ -160,7 +160,7 @@ def without_restarts(stages: Sequence[Stage]) -> tuple[Sequence[Stage], Heading]
     one node, at least one.
     """
     resources = {id(stage.resource): stage.resource for stage in stages}
-    rounds = {key: _whole(resource, _RESTART) for key, resource in resources.items()}
+    rounds = _rounds_of(stages, resources)
     # Stages of schedulers and kubelets precede the start and have no heading.
     foreign = {key for key, resource in resources.items() if ADAPTER in resource}
     ours = [stage for stage in stages if id(stage.resource) not in foreign] if foreign else stages
@@ -188,6 +188,48 @@ def without_restarts(stages: Sequence[Stage]) -> tuple[Sequence[Stage], Heading]
         order,
     )
     return stages, heading
+
+
+def _rounds_of(
+    stages: Sequence[Stage], resources: Mapping[int, Mapping[str, Value]]
+) -> Mapping[int, int]:
+    """Return the number of the round of restarted workers that wrote each of `resources`.
+
+    An agent of torchrun that restarts its workers because those of another node have failed does
+    not count the restart. So of several processes with one rank, each is of a later round than the
+    one before.
+    """
+    counts = {key: _whole(resource, _RESTART) for key, resource in resources.items()}
+    workers: dict[Value, Mapping[str, Value]] = {}
+    for resource in resources.values():
+        # The program's own stages lack the parent, and are in a resource of their own.
+        if _RESTART in resource and PROCESS in resource and PARENT in resource:
+            workers[resource[PROCESS]] = resource
+    by_rank: dict[Value, list[Value]] = {}
+    for process, resource in workers.items():
+        if resource[PARENT] not in workers:  # a worker, not a program that it started
+            by_rank.setdefault(resource["bootseer.rank"], []).append(process)
+    if all(len(same) == 1 for same in by_rank.values()):
+        return counts
+    begins: dict[Value, int] = {}
+    for stage in stages:
+        process = stage.resource.get(PROCESS, "")
+        begins[process] = min(stage.start_ns, begins.get(process, stage.start_ns))
+    rounds: dict[Value, int] = {}
+    for same in by_rank.values():
+        number = -1
+        for process in sorted(same, key=begins.__getitem__):
+            number = max(number + 1, _whole(workers[process], _RESTART))
+            rounds[process] = number
+    found = {}
+    for key, resource in resources.items():
+        process = resource.get(PROCESS, "")
+        for _ in range(len(workers)):
+            if process in rounds or process not in workers:
+                break
+            process = workers[process][PARENT]
+        found[key] = rounds.get(process, counts[key])
+    return found
 
 
 def _failure(

@@ -1,5 +1,6 @@
 """The longest delay of a start: node, stage, seconds and cause."""
 
+import pytest
 from msgspec.structs import replace
 
 from bootseer.report.delay import Delay
@@ -75,8 +76,14 @@ def test_a_node_that_never_came_is_named() -> None:
     assert (delay.node, delay.stage, delay.seconds) == ("c", "before rendezvous x", 60)
 
 
-def _stage(name: str, begin_s: float, end_s: float | None, rank: int, restart: int) -> Stage:
-    process = {"bootseer.process": f"{rank}-{restart}", "bootseer.role": "train.py"}
+def _stage(
+    name: str, begin_s: float, end_s: float | None, rank: int, restart: int, process_number: int = 0
+) -> Stage:
+    process = {
+        "bootseer.process": f"{rank}-{restart}-{process_number}",
+        "bootseer.parent_process": "agent",
+        "bootseer.role": "train.py",
+    }
     worker: dict[str, Value] = {"bootseer.restart": restart, **process} if rank >= 0 else {}
     return Stage(
         name=name,
@@ -92,12 +99,17 @@ def _stage(name: str, begin_s: float, end_s: float | None, rank: int, restart: i
     )
 
 
-def test_workers_that_failed_before_they_were_ready_are_told_of() -> None:
-    """A named fault: such a start was "not ready", although it was after a restart."""
+@pytest.mark.parametrize("second_round", [1, 0])
+def test_workers_that_failed_before_they_were_ready_are_told_of(second_round: int) -> None:
+    """Named faults: such a start was "not ready", although it was after a restart.
+
+    An agent that restarts its workers for another node's failure does not count that: stages of
+    both rounds were taken for one start.
+    """
     stages = [_stage("start", 0, 1, -1, 0)]
     for rank in (0, 1):
-        stages.append(_stage("meet", 20, 21, rank, 1))
-        stages.append(_stage("ready", 25, 25, rank, 1))
+        stages.append(_stage("meet", 20, 21, rank, second_round, 1))
+        stages.append(_stage("ready", 25, 25, rank, second_round, 1))
     stages += [_stage("meet", 3, None, 0, 0), _stage("fails", 2, 5, 1, 0)]
     graph = StartGraph()
     graph.add_node(stages, 0)
