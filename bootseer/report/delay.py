@@ -20,7 +20,8 @@ from bootseer.report.graph import (
     begin_of,
 )
 from bootseer.report.path import Blame, MissedBarrier
-from bootseer.report.peers import Cause, Evidence, Outlier, PeerGroup, Peers, cause_of
+from bootseer.report.peers import Outlier, PeerGroup, Peers
+from bootseer.report.stragglers import Cause, Evidence, cause_of
 
 if TYPE_CHECKING:
     from bootseer.report.explain import StartModel

@@ -38,20 +38,18 @@ from bootseer.report.graph import (
 )
 from bootseer.report.path import Blame, MissedBarrier, PathSegment, Walker, missed_barriers
 from bootseer.report.peers import (
-    Cause,
-    Evidence,
-    Outlier,
     PeerGroup,
     Peers,
     as_its_peers,
-    cause_of,
     compare,
-    find_outliers,
+    compare_nodes,
+    least_excess_s,
     times_as_fast,
     without_stragglers,
 )
 from bootseer.report.replay import Change, StartReplay, intervals_of, ready_s
 from bootseer.report.services import FanOut, Requests, fan_out_of, requests_of
+from bootseer.report.stragglers import Evidence, Straggler, find_stragglers
 from bootseer.timeline.otlp import PROCESS, READY, START, Stage
 
 # What-ifs are computed only for the few nodes and stages that would save most.
@@ -79,16 +77,6 @@ class WhatIf(Struct, frozen=True):
     """Time until ready; counts from the submission, unlike `Summary.ready_s`."""
     saved_s: float
     saved_gpu_hours: float
-
-
-class Straggler(Struct, frozen=True):
-    """Node that was slower than its peers, with the likeliest cause."""
-
-    node: str
-    cause: Cause
-    lost_s: float
-    """Excess seconds of the worst interval."""
-    outliers: tuple[Outlier, ...] = field(name="stages")
 
 
 class Summary(Struct, frozen=True, kw_only=True):
@@ -233,14 +221,9 @@ class StartModel:
         )
 
     def _stragglers(self) -> list[Straggler]:
-        evidence, waiting = Evidence(self.graph), self.waiting
-        by_node: dict[str, list[Outlier]] = {}
-        for outlier in find_outliers(self.intervals.values(), self.peers, self._even.ready_s):
-            by_node.setdefault(outlier.node, []).append(outlier)
-        return [
-            Straggler(node, cause_of(found[0], evidence, waiting), found[0].excess_s, tuple(found))
-            for node, found in by_node.items()
-        ]
+        least_s = least_excess_s(self._even.ready_s)
+        comparisons = compare_nodes(self.intervals.values(), self.peers, least_s)
+        return find_stragglers(comparisons, Evidence(self.graph), self.waiting, least_s)
 
     def _changes(self, summary: Summary) -> Iterable[tuple[str, Change]]:
         path, stragglers = summary.path, summary.stragglers

@@ -15,8 +15,8 @@ from msgspec import Struct
 
 from bootseer.report.explain import Analysis
 from bootseer.report.graph import Group, Label, StartGraph, begin_of, end_of
-from bootseer.report.peers import Cause
 from bootseer.report.sources import StartFiles
+from bootseer.report.stragglers import Cause
 from bootseer.timeline.otlp import IMPORTS_EVENT, PROCESS, ROLE, Stage
 
 

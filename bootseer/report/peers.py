@@ -1,12 +1,8 @@
-"""Comparison of nodes: finds those that are slower than their peers, and the likely cause. Pure.
+"""Comparison of the nodes of a start, interval by interval. Pure (no I/O).
 
 Durations of one stage across nodes are close to log-normal, with a few nodes far above. So the
 location is the median and the spread the median absolute deviation of the logarithms: outliers move
 neither.
-
-A cause needs a figure that explains a share of the lost seconds (pressure and stolen time are
-seconds themselves) or that is several times as large as in the same stage on the other nodes. If
-there is no such figure, the cause is "unknown".
 """
 
 import itertools
@@ -15,10 +11,11 @@ import statistics
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from bootseer.report.graph import SCHEDULING, Group, Label, StartGraph
+from bootseer.report.graph import SCHEDULING, Group, Label
 from bootseer.report.replay import Change, Interval
 
 # 1.4826 makes the median absolute deviation of a normal distribution its standard deviation.
@@ -30,14 +27,12 @@ _BASE_S = 0.001
 _SCHEDULING_BASE_S = 3.0
 # A few nodes say little about the spread: for four, at least 0.09 is assumed.
 _SPREAD_MIN, _SPREAD_MIN_TIMES_NODES = 0.02, 0.35
-# Five sigmas: one in 3.5 million, and 10,000 nodes have half a million intervals.
-_SIGMAS_MIN = 5.0
 _RATIO_MIN = 1.15
 _EXCESS_MIN_S = 0.25
 # Smallest excess worth reporting, as a share of an even start.
 _SHARE_MIN = 0.005
 _PEERS_MIN = 3
-_IMPORT = "import "
+IMPORT = "import "
 
 PeerGroup = tuple[Label, str]
 """Intervals that are compared with each other: label, and role of the processes."""
@@ -82,14 +77,15 @@ def peer_group(interval: Interval) -> PeerGroup:
 def compare(intervals: Iterable[Interval]) -> dict[PeerGroup, Peers]:
     """Return the statistics of each interval over all processes that have it."""
     intervals = list(intervals)
-    counts = _process_counts(interval.group for interval in intervals)
+    counts = process_counts(interval.group for interval in intervals)
     return {
         key: _peers(same, is_rare=_is_rare(key[0], same, counts[key[1]]))
         for key, same in _by_peer_group(intervals).items()
     }
 
 
-def _process_counts(groups: Iterable[Group]) -> Counter[str]:
+def process_counts(groups: Iterable[Group]) -> Counter[str]:
+    """Return the number of processes of each role."""
     counts: Counter[str] = Counter()
     for group in set(groups):
         counts[group.role] += len(group)
@@ -102,7 +98,7 @@ def _is_rare(label: Label, intervals: Iterable[Interval], process_count: int) ->
     Only slow imports are written: a process without one took next to no time for it.
     """
     count = sum(len(interval.seconds) for interval in intervals)
-    is_import = label.kind == "in" and label.name.startswith(_IMPORT)
+    is_import = label.kind == "in" and label.name.startswith(IMPORT)
     return is_import and 2 * count <= process_count
 
 
@@ -136,15 +132,41 @@ def _medians_of_two(intervals: Iterable[Interval]) -> Sequence[float]:
     return [statistics.median(one) for one in by_node.values()] if len(by_node) == 2 else ()
 
 
-def find_outliers(
-    intervals: Iterable[Interval], peers: dict[PeerGroup, Peers], even_s: float
-) -> list[Outlier]:
-    """Return the intervals in which a node is much slower than its peers, the worst first.
+class Comparison(NamedTuple):
+    """Comparison of the nodes in one interval."""
+
+    label: Label
+    role: str
+    peers_s: float
+    """Median of all nodes."""
+    seconds: Mapping[str, float]
+    """Median of each node's ranks."""
+    sigmas: Mapping[str, float]
+    """Robust standard deviations of each node above the median, by logarithms."""
+    slowest_rank: Mapping[str, int]
+
+    def outlier(self, node: str) -> Outlier:
+        """Return the interval of `node`."""
+        own = self.seconds[node], self.peers_s, self.sigmas[node], self.slowest_rank[node]
+        return Outlier(node, self.label, self.role, *own)
+
+    def is_much(self, node: str, least_s: float) -> bool:
+        """Return whether `node` is slower by so much that it is worth reporting."""
+        return _is_much(self.seconds[node], self.peers_s, least_s)
+
+
+def least_excess_s(even_s: float) -> float:
+    """Return the smallest excess that is worth reporting, for a start of `even_s` seconds.
 
     `even_s` is the time the start would have taken had no process been slower than the median.
     """
-    least_s = max(_EXCESS_MIN_S, _SHARE_MIN * even_s)
-    found: list[Outlier] = []
+    return max(_EXCESS_MIN_S, _SHARE_MIN * even_s)
+
+
+def compare_nodes(
+    intervals: Iterable[Interval], peers: dict[PeerGroup, Peers], least_s: float
+) -> Iterator[Comparison]:
+    """Yield the intervals in which a node may stand out by `least_s` seconds."""
     # The timeout of a process that gave up says nothing about its node.
     intervals = [one for one in intervals if not one.group.shape.is_missed[one.event // 2]]
     counts = Counter(
@@ -156,16 +178,12 @@ def find_outliers(
         known = peers[key]
         # Skip intervals so short or so even that no node can stand out: most are.
         if known.count >= _PEERS_MIN and _is_much(known.max_s, known.median_s, least_s):
-            found += _among_nodes(key, same, counts, least_s)
-    return sorted(found, key=lambda one: -one.excess_s)
+            yield from _among_nodes(key, same, counts)
 
 
 def _among_nodes(
-    key: PeerGroup,
-    intervals: Iterable[Interval],
-    counts: Mapping[tuple[str, str], int],
-    least_s: float,
-) -> Iterator[Outlier]:
+    key: PeerGroup, intervals: Iterable[Interval], counts: Mapping[tuple[str, str], int]
+) -> Iterator[Comparison]:
     ranks: dict[str, list[tuple[float, int]]] = {}
     for interval in intervals:
         group = interval.group
@@ -178,23 +196,26 @@ def _among_nodes(
         for node, found in ranks.items()
         if 2 * len(found) >= counts[role, node]
     }
-    if not typical:
-        return
-    base = base_of(label)
-    logs = {node: math.log(max(0.0, seconds) + base) for node, seconds in typical.items()}
-    # Of two nodes each is compared with the other, and their spread is not known at all.
-    middle_of = min if len(typical) == 2 else statistics.median
-    median, middle = middle_of(typical.values()), middle_of(logs.values())
-    deviations = [0.0] if len(typical) == 2 else [abs(one - middle) for one in logs.values()]
-    spread = max(
-        _MAD_TO_SIGMA * statistics.median(deviations),
-        _SPREAD_MIN,
-        _SPREAD_MIN_TIMES_NODES / len(typical),
-    )
-    for node, seconds in typical.items():
-        sigmas = (logs[node] - middle) / spread
-        if sigmas >= _SIGMAS_MIN and _is_much(seconds, median, least_s):
-            yield Outlier(node, label, role, seconds, median, sigmas, max(ranks[node])[1])
+    if typical:
+        middle_of = min if len(typical) == 2 else statistics.median
+        slowest = {node: max(ranks[node])[1] for node in typical}
+        sigmas = sigmas_above(typical, base_of(label))
+        yield Comparison(label, role, middle_of(typical.values()), typical, sigmas, slowest)
+
+
+def sigmas_above(values: Mapping[str, float], base: float) -> dict[str, float]:
+    """Return by how many robust standard deviations each node's value is above the median.
+
+    Values are compared by logarithms, after `base` was added. Of two nodes each is compared with
+    the other, and their spread is not known at all.
+    """
+    logs = {node: math.log(max(0.0, value) + base) for node, value in values.items()}
+    is_pair = len(logs) == 2
+    middle = min(logs.values()) if is_pair else statistics.median(logs.values())
+    deviation = 0.0 if is_pair else statistics.median(abs(one - middle) for one in logs.values())
+    floor = max(_SPREAD_MIN, _SPREAD_MIN_TIMES_NODES / len(logs))
+    spread = max(_MAD_TO_SIGMA * deviation, floor)
+    return {node: (one - middle) / spread for node, one in logs.items()}
 
 
 def base_of(label: Label) -> float:
@@ -257,125 +278,3 @@ def _is_within(interval: Interval, name: str) -> bool:
 
 def _rows(group: Group, nodes: frozenset[str]) -> list[int]:
     return [row for row, node in enumerate(group.nodes) if node in nodes]
-
-
-# Names of the figures, as `bootseer.timeline.kernel_figures` writes them.
-STEAL_S, THROTTLED_S = "cpu.steal_s", "cpu.throttled_s"
-CPU_S, IO_S, MEMORY_S = "psi.cpu_s", "psi.io_s", "psi.memory_s"
-RETRANSMITS, RECEIVED = "tcp.retransmits", "net.rx_bytes"
-FAULTS, DISK = "faults.major", "disk.read_bytes"
-MOVED = "bootseer.bytes"
-
-# A figure in seconds explains a delay when it accounts for a quarter of it.
-_EXPLAINED_MIN = 0.25
-_TIMES_MIN = 3.0
-_RETRANSMITS_MIN = 10
-_MOVED_MIN = 16 * 1024 * 1024
-# Modules are small: a few thousand are some megabytes.
-_RECEIVED_MIN = 1024 * 1024
-
-
-class Cause(Struct, frozen=True):
-    """Name of a cause, and its evidence in words."""
-
-    name: str
-    evidence: str = ""
-
-
-class Evidence:
-    """Figures of a start's stages by node. Medians are computed once."""
-
-    def __init__(self, graph: StartGraph) -> None:
-        self._graph = graph
-        self._nodes = graph.nodes
-        self._counts = _process_counts(graph.groups)
-        self._figures: dict[tuple[Label, str, str], tuple[dict[str, float], float]] = {}
-
-    def of(self, outlier: Outlier, figure: str) -> tuple[float, float]:
-        """Return a figure of the outlier's stage: its node's median, and that of the others."""
-        key = (outlier.label._replace(kind="in"), outlier.role, figure)
-        if key not in self._figures:
-            self._figures[key] = self._medians(outlier, figure)
-        by_node, median = self._figures[key]
-        if len(self._nodes) == 2:
-            median = next((one for node, one in by_node.items() if node != outlier.node), 0.0)
-        return by_node.get(outlier.node, 0.0), median
-
-    def _medians(self, outlier: Outlier, figure: str) -> tuple[dict[str, float], float]:
-        values: dict[str, list[float]] = {}
-        for node, value in self._values(outlier, figure):
-            values.setdefault(node, []).append(value)
-        everything = [value for found in values.values() for value in found]
-        if outlier.label.name.startswith(_IMPORT):
-            # Quick imports are not written, and have no figures.
-            everything += [0.0] * (self._counts[outlier.role] - len(everything))
-        by_node = {node: statistics.median(found) for node, found in values.items()}
-        return by_node, statistics.median(everything) if everything else 0.0
-
-    def _values(self, outlier: Outlier, figure: str) -> Iterator[tuple[str, float]]:
-        for group in self._graph.groups:
-            if group.role != outlier.role:
-                continue
-            span = _span(group, outlier)
-            column = group.evidence[span].get(figure) if span is not None else None
-            for node, value in zip(group.nodes, column or (), strict=False):
-                if not math.isnan(value):
-                    yield node, value
-
-
-def _span(group: Group, outlier: Outlier) -> int | None:
-    wanted = outlier.label.name, outlier.label.occurrence
-    pairs = zip(group.shape.names, group.shape.occurrences, strict=True)
-    return next((span for span, found in enumerate(pairs) if found == wanted), None)
-
-
-def cause_of(outlier: Outlier, evidence: Evidence, waiting: Mapping[str, int]) -> Cause:
-    """Return the likeliest cause of an outlier.
-
-    `waiting` is the number of nodes that waited for a lease or a publication, by the node they
-    waited for.
-    """
-    if outlier.label == SCHEDULING:
-        return Cause("late scheduling", f"began {outlier.excess_s:.1f} s after the median node")
-    if outlier.label.kind == "before":
-        return Cause("unknown")  # figures are of stages, not of the time between them
-    lost = outlier.excess_s
-
-    def more(figure: str) -> float:
-        own, peers = evidence.of(outlier, figure)
-        return own - peers
-
-    stolen = more(STEAL_S) + more(THROTTLED_S)
-    if stolen >= _EXPLAINED_MIN * lost:
-        return Cause("stolen CPU", f"{stolen:.1f} s stolen or throttled")
-    is_import = outlier.label.name.startswith(_IMPORT)
-    received, peers_received = evidence.of(outlier, RECEIVED)
-    if is_import and received >= max(_RECEIVED_MIN, _TIMES_MIN * peers_received):
-        faults, _ = evidence.of(outlier, FAULTS)
-        return Cause(
-            "slow import",
-            f"{received / 1e6:.0f} MB came over the network, {faults:.0f} major faults",
-        )
-    moved, peers_moved = evidence.of(outlier, MOVED)
-    if moved >= max(_MOVED_MIN, _TIMES_MIN * peers_moved):
-        return Cause(
-            "cold cache", f"{moved / 1e6:.0f} MB fetched, median {peers_moved / 1e6:.0f} MB"
-        )
-    retransmits, peers_retransmits = evidence.of(outlier, RETRANSMITS)
-    if retransmits >= max(_RETRANSMITS_MIN, _TIMES_MIN * peers_retransmits):
-        return Cause(
-            "slow network", f"{retransmits:.0f} TCP retransmissions, median {peers_retransmits:.0f}"
-        )
-    for figure, name in ((IO_S, "slow disk"), (CPU_S, "busy CPU"), (MEMORY_S, "short memory")):
-        if (pressure := more(figure)) >= _EXPLAINED_MIN * lost:
-            return Cause(name, f"{pressure:.1f} s more pressure than the median ({figure})")
-    if not moved:
-        # Without the stage's own byte count, take the node's received bytes.
-        moved, peers_moved = received, peers_received
-    if moved >= _MOVED_MIN and peers_moved:
-        rate, usual = moved / outlier.seconds, peers_moved / max(outlier.peers_s, 0.001)
-        if rate <= usual / 2:
-            return Cause("slow network", f"{rate / 1e6:.0f} MB/s, median {usual / 1e6:.0f} MB/s")
-    if waiting.get(outlier.node):
-        return Cause("lease", f"{waiting[outlier.node]} nodes waited for it")
-    return Cause("unknown")

@@ -1,6 +1,8 @@
 """The graph of a start: its replay, its clocks, and its replay with a change."""
 
+import math
 import random
+import statistics
 from array import array
 
 import pytest
@@ -237,6 +239,42 @@ def test_faulty_nodes_are_found_with_their_causes(noise: float) -> None:
     model = StartModel(StartGraph(tracks(Recipe(300, 2, tuple(faults), noise=noise))))
     found = {one.node: one.cause.name for one in model.analyse().stragglers}
     assert found == {fault.node: fault.cause for fault in faults}
+
+
+@pytest.mark.parametrize(
+    ("sigmas", "figure", "is_named"),
+    [
+        ((4.0,), "tcp.retransmits", True),
+        ((4.0,), "", False),
+        ((6.0,), "", True),
+        # Small delays in two stages, each by chance in one of 40 nodes, and in both with a figure.
+        ((2.5, 2.5), "tcp.retransmits", True),
+        ((2.5, 2.5), "", False),
+        # A node that always sends segments again was slow once.
+        ((4.0, 0.0, 0.0), "tcp.retransmits", False),
+    ],
+)
+def test_less_is_enough_where_a_figure_stands_out(
+    sigmas: tuple[float, ...], figure: str, is_named: bool
+) -> None:
+    count = 200
+    normal = statistics.NormalDist()
+
+    def track(number: int) -> Track:
+        spans, begin_s = [], 0.0
+        for stage in range(len(sigmas)):
+            # Another order of the nodes in each stage.
+            place = (number * (1, 7, 11)[stage]) % count
+            own = sigmas[stage] if number == 0 else normal.inv_cdf((place + 0.5) / count)
+            evidence = {figure: 50.0 if number == 0 else 1.0} if figure else {}
+            seconds = 10 * math.exp(0.1 * own)
+            spans.append(TrackSpan(f"s{stage}", begin_s, begin_s + seconds, evidence=evidence))
+            begin_s += seconds
+        return Track(node_name(number), spans)
+
+    found = StartModel(StartGraph(map(track, range(count)))).analyse().stragglers
+    cause = "slow network" if figure else "unknown"
+    assert [(one.node, one.cause.name) for one in found] == [(node_name(0), cause)] * is_named
 
 
 def test_blame_names_the_last_at_each_barrier_and_its_slow_stage() -> None:
