@@ -28,7 +28,7 @@ from msgspec import Struct
 from bootseer.base.content_digest import content_digest
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.fanout import protocol
-from bootseer.fanout.links import connect
+from bootseer.fanout.connection import connect
 from bootseer.fanout.local import HEAD
 from bootseer.fanout.protocol import Hello, Request
 from bootseer.served.control import is_trusted_peer

@@ -30,7 +30,7 @@ _SIGMAS_WITH_FIGURE_MIN = 3.0
 # Stolen time and pressure of less are noise.
 _FIGURE_BASE_S = 0.25
 
-# Names of the figures, as `bootseer.timeline.figures` writes them.
+# Names of the figures, as `bootseer.timeline.kernel_figures` writes them.
 STEAL_S, THROTTLED_S = "cpu.steal_s", "cpu.throttled_s"
 CPU_S, IO_S, MEMORY_S = "psi.cpu_s", "psi.io_s", "psi.memory_s"
 RETRANSMITS, RECEIVED = "tcp.retransmits", "net.rx_bytes"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bootseer.cli.tree import cli
+from bootseer.cli.command_tree import cli
 from bootseer.timeline.stored import decode_gathered
 from testbed.node import Node, node_at
 from testbed.servers.registry import free_port
