@@ -24,7 +24,7 @@ DEFAULT_STRIPE_UNIT_BYTES = 4 * 2**20
 DEFAULT_STRIPE_COUNT = 8
 DEFAULT_BLOCK_BYTES = 256 * 2**10
 """Unit of verification, and so the least that a random read fetches. With 8 bytes of checksum for
-each block, a 1 GiB file has a 32 KiB layout."""
+each block and 32 bytes of digest for each stripe unit, a 1 GiB file has a 40 KiB layout."""
 
 MIN_BLOCK_BYTES = 4 * 2**10
 MAX_STRIPE_UNIT_BYTES = 2**30
@@ -50,6 +50,7 @@ _SEGMENT = struct.Struct("<16sQQII")
 _PART = struct.Struct("<Q16s")
 _U64 = struct.Struct("<Q")
 _CHECKSUM_BYTES = _U64.size
+_DIGEST_BYTES = 32
 
 _GENERATION = re.compile(r"[0-9a-f]{32}")
 _PART_NAME = re.compile(r"[0-9a-z][0-9a-z.]{0,15}")
@@ -76,15 +77,26 @@ class Segment(Struct, frozen=True):
     parts: tuple[PartFile, ...]
     checksums: bytes
     """xxh3-64 of each block, little-endian, in logical order."""
+    digests: bytes
+    """BLAKE3 digest of each stripe unit, in logical order."""
 
     @property
     def block_count(self) -> int:
         """Return the number of blocks; the last one may be short."""
         return -(-self.size_bytes // self.block_bytes)
 
+    @property
+    def unit_count(self) -> int:
+        """Return the number of stripe units; the last one may be short."""
+        return -(-self.size_bytes // self.stripe_unit_bytes)
+
     def checksum(self, block: int) -> int:
         """Return the xxh3-64 of block number `block`."""
         return int(_U64.unpack_from(self.checksums, block * _CHECKSUM_BYTES)[0])
+
+    def digest(self, unit: int) -> bytes:
+        """Return the BLAKE3 digest of stripe unit number `unit`."""
+        return self.digests[unit * _DIGEST_BYTES : (unit + 1) * _DIGEST_BYTES]
 
 
 class Layout(Struct, frozen=True):
@@ -168,7 +180,7 @@ def encode_layout(layout: Layout) -> bytes:
         for part in segment.parts:
             body += _PART.pack(part.size_bytes, part.name.encode("ascii"))
     for segment in layout.segments:
-        body += segment.checksums
+        body += segment.checksums + segment.digests
     header = _HEADER.pack(
         MAGIC,
         VERSION,
@@ -245,7 +257,7 @@ def _decode_segments(body: memoryview, count: int, what: str) -> tuple[Segment, 
     for _ in range(count):
         generation, size, unit, block, part_count = _SEGMENT.unpack_from(body, position)
         position += _SEGMENT.size
-        if not 1 <= part_count <= MAX_PART_COUNT or block < MIN_BLOCK_BYTES:
+        if not 1 <= part_count <= MAX_PART_COUNT or min(block, unit) < MIN_BLOCK_BYTES:
             raise CorruptError(f"the layout of {what} has a segment with impossible counts")
         parts = []
         for _ in range(part_count):
@@ -255,10 +267,11 @@ def _decode_segments(body: memoryview, count: int, what: str) -> tuple[Segment, 
         heads.append((generation.hex(), size, unit, block, tuple(parts)))
     segments = []
     for generation, size, unit, block, parts_of in heads:
-        length = -(-size // block) * _CHECKSUM_BYTES
-        checksums = bytes(body[position : position + length])
-        position += length
-        segment = Segment(generation, size, unit, block, parts_of, checksums)
+        middle = position + -(-size // block) * _CHECKSUM_BYTES
+        end = middle + -(-size // unit) * _DIGEST_BYTES
+        checksums, digests = bytes(body[position:middle]), bytes(body[middle:end])
+        position = end
+        segment = Segment(generation, size, unit, block, parts_of, checksums, digests)
         _check_segment(segment, CorruptError, what)
         segments.append(segment)
     if position != len(body):
@@ -279,6 +292,8 @@ def _check_segment(
         raise error(f"{what}: a segment has more than {MAX_BLOCK_COUNT} checksum blocks")
     if len(segment.checksums) != segment.block_count * _CHECKSUM_BYTES:
         raise error(f"{what}: a segment has the wrong number of checksums")
+    if len(segment.digests) != segment.unit_count * _DIGEST_BYTES:
+        raise error(f"{what}: a segment has the wrong number of digests")
     names = {part.name for part in segment.parts}
     if len(names) != len(segment.parts) or not all(map(_PART_NAME.fullmatch, names)):
         raise error(f"{what}: a part's name is unusable or used twice")

@@ -168,6 +168,13 @@ class FileView:
             return "ordinary files"
         return f"part {self.source(span)[0].rpartition('/')[2]}"
 
+    def digest(self, unit: ByteRange) -> bytes | None:
+        """Return the BLAKE3 digest of a whole stripe unit; None for an ordinary file."""
+        if self.layout is None:
+            return None
+        segment, base = self._segment_at(unit.start)
+        return segment.digest((unit.start - base) // segment.stripe_unit_bytes)
+
     def is_in(self, info: FileInfo) -> bool:
         """Return whether the stored file `info` is unchanged since this view of it was made.
 

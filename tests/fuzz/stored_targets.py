@@ -91,8 +91,10 @@ def _layout() -> bytes:
             layout.PartFile(f"{i:02x}", layout.part_size(size, block, count, i))
             for i in range(count)
         )
-        sums = layout.pack_checksums(list(range(-(-size // block))))
-        segments.append(layout.Segment(f"{number:032x}", size, block, block, parts, sums))
+        count = -(-size // block)
+        sums = layout.pack_checksums(list(range(count)))
+        made = layout.Segment(f"{number:032x}", size, block, block, parts, sums, bytes(32 * count))
+        segments.append(made)
     return layout.encode_layout(layout.Layout("f" * 32, tuple(segments)))
 
 

@@ -26,7 +26,7 @@ from bootseer.fuse.striped.view import FileView, plain_version
 from bootseer.store.backend import Backend, FileInfo
 
 _RUN_PREFIX = ".bootseer-run-"
-# One read of this much is the whole layout of a file of up to about 2 GiB.
+# One read of this much is the whole layout of a file of up to about 1.6 GiB.
 _PROBE_BYTES = 64 * 2**10
 _CACHED_LAYOUTS = 4096
 

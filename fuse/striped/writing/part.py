@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from bootseer.base.content_digest import ContentHasher
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -136,6 +137,8 @@ class PartWriter:
         self.size_bytes = 0
         self.checksums: dict[int, int] = {}
         """Checksum of each block, by its number in the segment."""
+        self.digests: list[bytes] = []
+        """BLAKE3 digest of each unit of the part, in order; none if no reader uses checksums."""
         self.queue: queue.SimpleQueue[Unit | None] = queue.SimpleQueue()
         """Units to store. None marks the end."""
         self.ended = threading.Event()
@@ -231,6 +234,11 @@ class PartWriter:
         assert unit.pieces is not None
         block_bytes = self._owner.assignment.block_bytes
         self.checksums.update(block_checksums(unit.pieces, unit.first_block, block_bytes))
+        if self._owner.has_checksums:
+            hasher = ContentHasher()
+            for piece in unit.pieces:
+                hasher.update(piece)
+            self.digests.append(hasher.digest())
         return True
 
     def _send(self, file: _File, unit: Unit) -> None:

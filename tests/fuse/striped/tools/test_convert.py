@@ -89,7 +89,7 @@ def _segment(number: int, units: int) -> Segment:
     parts = tuple(
         PartFile(f"{index:02x}", part_size(size, UNIT, count, index)) for index in range(count)
     )
-    return Segment(f"{number:032x}", size, UNIT, UNIT, parts, bytes(8 * units))
+    return Segment(f"{number:032x}", size, UNIT, UNIT, parts, bytes(8 * units), bytes(32 * units))
 
 
 def test_of_two_converts_at_once_one_says_that_it_was_late(
