@@ -5,9 +5,9 @@ file without a name, in the order of the object's chunks. Image servers, environ
 servers of the start ask it for an object through an abstract socket, get the file's descriptor, and
 are told how far the object has come; they read the bytes from the file themselves.
 
-`SharedReads` is their side: a `Reader` for the fetch engine, which brings from the file what the
-fan-out brings in time, and everything else from the store. The fetch engine checks the bytes as all
-others: a host that lies gets no wrong byte into anybody.
+`SharedRanges` is their side. `SharedReads` makes of it a `Reader` for the fetch engine, which
+brings from the file what the fan-out brings in time, and everything else from the store. The fetch
+engine checks the bytes as all others: a host that lies gets no wrong byte into anybody.
 
 The exchange, integers little-endian:
 
@@ -210,6 +210,11 @@ class _Arriving:
         return ahead > _NEAR_BYTES and ahead > rate * _NEAR_S
 
     @property
+    def is_over(self) -> bool:
+        """Whether no more chunks will arrive."""
+        return self._is_over
+
+    @property
     def _came_bytes(self) -> int:
         """Bytes from the first chunk on, about."""
         return self._starts[min(sum(self._counts), len(self._starts) - 1)]
@@ -243,16 +248,22 @@ class _Arriving:
         os.close(self._file)
 
 
-class SharedReads(Closing):
-    """Reads of stored bytes, by the fan-out where it brings them in time, else by the store.
+def fanout_address(settings: Settings) -> bytes:
+    """Return the address at which the processes of a start ask for objects; b"" if it has none."""
+    if not settings.fanout:
+        return b""
+    # Here: a start without a fan-out needs none of it.
+    from bootseer.fanout.host import socket_name
 
-    `read` is a `Reader` for a `ChunkFetcher`.
-    """
+    return socket_name(settings)
 
-    def __init__(self, settings: Settings, read: Reader) -> None:
-        """Create the reader; `read` reads the store."""
-        self._settings = settings
-        self._read = read
+
+class SharedRanges(Closing):
+    """Ranges of stored objects that the fan-out of a start brings."""
+
+    def __init__(self, address: bytes) -> None:
+        """`address`: see `fanout_address`."""
+        self._address = address
         self._arriving: dict[str, _Arriving] = {}
         self._is_closed = False
         self._lock = threading.Lock()
@@ -265,7 +276,7 @@ class SharedReads(Closing):
         `read` then waits for their bytes. Returns False if the start has no fan-out or cannot share
         the chunks.
         """
-        arriving = _ask_quietly(self._settings, SharedObject(url, tuple(chunks)))
+        arriving = _ask_quietly(self._address, SharedObject(url, tuple(chunks)))
         if arriving is None:
             return False
         with self._lock:
@@ -278,43 +289,72 @@ class SharedReads(Closing):
 
     def decline(self, url: str, chunks: Sequence[Chunk]) -> None:
         """Tell the other nodes that this one has `chunks` of an earlier start: they do not wait."""
-        decline(self._settings, url, chunks)
+        _ask_quietly(self._address, SharedObject(url, tuple(chunks), is_wanted=False))
+
+    def covers(self, key: str) -> bool:
+        """Return whether ranges of the object `key` are shared."""
+        return key in self._arriving
+
+    def bring(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> bool:
+        """Fill `buffer` from `offset` of the object `key` as the chunks arrive.
+
+        Returns False if the store is to be read: no chunk has these bytes, they are late, or an
+        earlier attempt at them failed.
+        """
+        # What failed or came damaged is asked of the store, which has checksums and replicas.
+        arriving = None if attempt.is_second or attempt.follows_damage else self._arriving.get(key)
+        if arriving is None or not arriving.read(key, offset, buffer, attempt):
+            return False
+        with self._lock:
+            self.shared_bytes += len(buffer)
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more chunks will arrive."""
+        with self._lock:
+            return all(one.is_over for one in self._arriving.values())
+
+    def close(self) -> None:
+        """Stop all requests to the fan-out, and free the files of the objects. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            arriving, self._arriving = set(self._arriving.values()), {}
+        for one in arriving:
+            one.close()
+
+
+class SharedReads(SharedRanges):
+    """Reads of stored bytes, by the fan-out where it brings them in time, else by the store.
+
+    `read` is a `Reader` for a `ChunkFetcher`.
+    """
+
+    def __init__(self, settings: Settings, read: Reader) -> None:
+        """Create the reader; `read` reads the store."""
+        super().__init__(fanout_address(settings))
+        self._read = read
 
     def read(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
         """Fill `buffer` from `offset` of the object `key`; as `Store.read_verified`."""
-        # What failed or came damaged is asked of the store, which has checksums and replicas.
-        arriving = None if attempt.is_second or attempt.follows_damage else self._arriving.get(key)
-        if arriving is not None and arriving.read(key, offset, buffer, attempt):
-            with self._lock:
-                self.shared_bytes += len(buffer)
+        if self.bring(key, offset, buffer, attempt):
             return len(buffer)
         if attempt.is_given_up:
             return 0
         return self._read(key, offset, buffer, attempt)
 
-    def close(self) -> None:
-        """Stop all requests to the fan-out. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-            arriving = set(self._arriving.values())
-        for one in arriving:
-            one.close()
-
 
 def decline(settings: Settings, url: str, chunks: Sequence[Chunk]) -> None:
-    """Tell the other nodes that this one has `chunks`; see `SharedReads.decline`."""
-    _ask_quietly(settings, SharedObject(url, tuple(chunks), is_wanted=False))
+    """Tell the other nodes that this one has `chunks`; see `SharedRanges.decline`."""
+    SharedRanges(fanout_address(settings)).decline(url, chunks)
 
 
-def _ask_quietly(settings: Settings, wanted: SharedObject) -> _Arriving | None:
+def _ask_quietly(address: bytes, wanted: SharedObject) -> _Arriving | None:
     """Request an object from the process of this start; return None if there is no process."""
-    if not settings.fanout or not can_be_shared(wanted.chunks):
+    if not address or not can_be_shared(wanted.chunks):
         return None
-    # Here: a start without a fan-out needs none of it.
-    from bootseer.fanout.host import socket_name
-
     try:
-        return _ask(socket_name(settings), wanted)
+        return _ask(address, wanted)
     except (BootseerError, OSError) as error:
         _log.debug("no fan-out brings %d chunks: %s", len(wanted.chunks), error)
         return None

@@ -71,7 +71,7 @@ def _start(settings: Settings, job: Job, setups: list[list[str]], say: Say) -> N
     )
     keeps_caches = bool(job.kept) or (settings.keep_caches and not is_default_store(settings))
     attendant = Attendant(settings, say)
-    checkpoints = CheckpointMounts(settings, job.checkpoints, say, aside=bool(job.image))
+    checkpoints: CheckpointMounts | None = None
     place: Place | None = None
     attendant.begin(timeline, keeps_caches=keeps_caches)
     try:
@@ -86,6 +86,7 @@ def _start(settings: Settings, job: Job, setups: list[list[str]], say: Say) -> N
             # From here on the setting says whether a fan-out runs, not whether one is allowed.
             settings = replace(settings, fanout=has_fanout)
             stages = timeline.below(start)
+            checkpoints = CheckpointMounts(settings, job.checkpoints, say, aside=bool(job.image))
             checkpoints.start()
             place = open_place(settings, job, stages, say)
             if place.is_image:
@@ -117,7 +118,8 @@ def _start(settings: Settings, job: Job, setups: list[list[str]], say: Say) -> N
     except BaseException:
         attendant.abandon()
         if place is None or not place.is_entered:
-            checkpoints.abandon()
+            if checkpoints is not None:
+                checkpoints.abandon()
             if place is not None:
                 place.close()
         raise

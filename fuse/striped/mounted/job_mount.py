@@ -87,6 +87,7 @@ def _mount(wanted: JobMount, report: Report) -> None:
     """
     from bootseer.fuse.striped.mounted.mount import (
         mount_spec,
+        note_fanout,
         take_off_dead_mounts,
         take_over,
         unchecked_spec,
@@ -95,7 +96,11 @@ def _mount(wanted: JobMount, report: Report) -> None:
     from bootseer.fuse.striped.mounted.server import serve_plan
     from bootseer.served.service import new_service_dir, read_state
 
-    settings = wanted.settings
+    settings, fanout = wanted.settings, b""
+    if settings.fanout:
+        from bootseer.fanout.local import fanout_address
+
+        fanout = fanout_address(settings)
     with contextlib.ExitStack() as until_mounted:
         span = until_mounted.enter_context(stage("checkpoint"))
 
@@ -110,7 +115,8 @@ def _mount(wanted: JobMount, report: Report) -> None:
             _wait(path, True, wanted.limit_s, report)
         directory = _lingering(wanted) or wanted.directory
         # Before the folder is made, because mkdir would wait for a dead mount.
-        found = take_over(unchecked_spec(settings, wanted.url, directory, **wanted.choices))
+        spec = unchecked_spec(settings, wanted.url, directory, **wanted.choices)
+        found = take_over(spec, fanout)
         if found == LIVE:
             report.ready(mounted(directory, found))
             return
@@ -128,6 +134,7 @@ def _mount(wanted: JobMount, report: Report) -> None:
                 "`bootseer run` start the launcher (torchrun), not each process"
             ) from error
         plan = CheckpointPlan(spec, new_service_dir(settings.run_dir, wanted.identity))
+        note_fanout(plan.state_dir, fanout)
 
         def answer() -> JobMounted:
             state = read_state(plan.state_dir)

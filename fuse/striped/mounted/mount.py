@@ -30,7 +30,7 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.fuse.kernel.unmount import detach, is_disconnected, unmount
-from bootseer.fuse.striped.mounted.options import SUBTYPE, CheckpointPlan, MountSpec
+from bootseer.fuse.striped.mounted.options import FANOUT, SUBTYPE, CheckpointPlan, MountSpec
 from bootseer.linux.mount_table import absolute, find_mount
 from bootseer.linux.namespaces import mount_namespace
 from bootseer.served.control import ask
@@ -149,8 +149,19 @@ def unchecked_spec(settings: Settings, url: str, directory: Path, **choices: Any
     return spec
 
 
-def take_over(spec: MountSpec) -> str:
+def note_fanout(state_dir: Path, address: bytes) -> None:
+    """Tell the server of a mount the address of its start's fan-out; b"": the start has none."""
+    path = state_dir / FANOUT
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+        if address:
+            path.write_bytes(address)
+
+
+def take_over(spec: MountSpec, fanout: bytes = b"") -> str:
     """Give the job of `spec` the mount that lingers on its directory since the last start.
+
+    `fanout`: address of the fan-out of the job's start.
 
     Returns: "live" if the job has that mount now; "changed" if a mount with other options, or one
     that does not answer, was unmounted; "" if this process sees none (a job of Slurm may have a
@@ -166,6 +177,7 @@ def take_over(spec: MountSpec) -> str:
         return ""
     if known.state.fingerprint == spec.fingerprint:
         try:
+            note_fanout(known.folder, fanout)
             # "warm": there may be a newer checkpoint than the one that was read ahead.
             ask(known.folder, "warm" if spec.read_newest else "status")
             if join(known.folder, None, spec.user.pid if spec.user else None):

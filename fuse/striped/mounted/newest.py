@@ -10,10 +10,17 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError, NotFoundError
+from bootseer.fuse.striped.reading.shared import shared_chunks
 from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.view import FileView
 from bootseer.store.backend import FileInfo
+from bootseer.transfer.ranges import Chunk
+
+if TYPE_CHECKING:
+    from bootseer.fanout.local import SharedRanges
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +160,8 @@ def newest_files(storage: StripedStorage) -> Iterator[FileInfo]:
         files.append(info)
         if len(files) >= _MAX_FILES:
             break
-    yield from sorted(files, key=lambda info: not is_description(_name(info)))
+    # The same order on every node: together they are one object of a fan-out.
+    yield from sorted(files, key=lambda info: (not is_description(_name(info)), info.path))
 
 
 def _name(info: FileInfo) -> str:
@@ -248,18 +256,29 @@ def _text(storage: StripedStorage, info: FileInfo) -> str:
 
 
 def read_newest(
-    storage: StripedStorage, budget_bytes: int, cancelled: Callable[[], bool] = lambda: False
+    storage: StripedStorage,
+    budget_bytes: int,
+    cancelled: Callable[[], bool] = lambda: False,
+    *,
+    url: str = "",
+    ranges: "SharedRanges | None" = None,
 ) -> int:
     """Fetch at most `budget_bytes` of the newest checkpoint into the window; return the count.
 
-    Never raises: a start reads the rest when it needs it.
+    With `ranges`, the nodes of a start send each other its stripe units, which are stored at `url`:
+    each node of a start calls this, with the same budget. Never raises: a start reads the rest when
+    it needs it.
     """
     done = 0
     try:
-        for info in newest_files(storage):
+        views: Iterable[FileView] = _newest_views(storage, budget_bytes)
+        if ranges is not None:
+            views = list(views)
+            _share(storage, views, budget_bytes, url, ranges)
+        for view in views:
             if done >= budget_bytes or cancelled():
                 break
-            file = storage.reader.open(storage.tree.stored.view(info.path))
+            file = storage.reader.open(view)
             try:
                 done += storage.reader.warm(file, budget_bytes - done, cancelled)
             finally:
@@ -267,3 +286,37 @@ def read_newest(
     except (BootseerError, OSError) as error:
         _log.warning("the newest checkpoint is not read ahead: %s", error)
     return done
+
+
+def _newest_views(storage: StripedStorage, budget_bytes: int) -> Iterator[FileView]:
+    """Yield the files of the newest checkpoint until they have `budget_bytes`."""
+    for info in newest_files(storage):
+        if budget_bytes <= 0:
+            return
+        view = storage.tree.stored.view(info.path)
+        budget_bytes -= view.size_bytes
+        yield view
+
+
+def _share(
+    storage: StripedStorage,
+    views: Sequence[FileView],
+    budget_bytes: int,
+    url: str,
+    ranges: "SharedRanges",
+) -> None:
+    """Take part in the fan-out of the stripe units, unless this node has most of them."""
+    from bootseer.fanout.local import can_be_shared  # here: most mounts need none of it
+
+    chunks: list[Chunk] = []
+    cached_bytes, left_bytes = 0, budget_bytes
+    for view in views:
+        found = shared_chunks(view, left_bytes)
+        if can_be_shared(found):
+            chunks += found
+            cached_bytes += storage.reader.cached_bytes(view, left_bytes)
+        left_bytes -= view.size_bytes
+    if 2 * cached_bytes > sum(chunk.length for chunk in chunks):
+        ranges.decline(url, chunks)
+    elif ranges.share(url, chunks):
+        storage.reader.share(ranges)

@@ -21,6 +21,8 @@ from bootseer.settings.values import parse_size
 
 SUBTYPE = "bootseer-stripe"
 SHUTDOWN_S = 10.0
+FANOUT = "fanout"
+"""Name of the file in the server's folder with the address of the fan-out of the mount's start."""
 JOURNAL = "journal"
 """Name of the journal in the server's folder, from which a successor continues."""
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -29,7 +29,7 @@ from bootseer.fuse.striped.memory import content_bytes
 from bootseer.fuse.striped.mounted.file_system import MountedTree, Ownership
 from bootseer.fuse.striped.mounted.journal import Inherited, Journal, read_journal
 from bootseer.fuse.striped.mounted.newest import read_newest
-from bootseer.fuse.striped.mounted.options import JOURNAL, CheckpointPlan, MountSpec
+from bootseer.fuse.striped.mounted.options import FANOUT, JOURNAL, CheckpointPlan, MountSpec
 from bootseer.fuse.striped.mounted.status import (
     FiguresWriter,
     MountFigures,
@@ -45,10 +45,15 @@ from bootseer.served.users import last_user
 from bootseer.store import open_backend
 from bootseer.store.paths import folder_above
 
+if TYPE_CHECKING:
+    from bootseer.fanout.local import SharedRanges
+
 _log = logging.getLogger(__name__)
 
 # Share of the memory that read-ahead of the newest checkpoint may use; other reads need the rest.
 _WARM_SHARE = 0.75
+# Interval in which the end of the start's fan-out is looked for.
+_LOOK_S = 1.0
 # Time in which the answer to the restart command is sent.
 _ANSWER_S = 0.05
 
@@ -194,9 +199,29 @@ class CheckpointWorker:
         return {}
 
     def _warm(self) -> None:
-        budget_bytes = int(self._storage.memory.limit_bytes * _WARM_SHARE)
-        count = read_newest(self._storage, budget_bytes, self._stopping.is_set)
+        storage, budget_bytes = self._storage, int(self._storage.memory.limit_bytes * _WARM_SHARE)
+        ranges = self._shared_ranges()
+        count = read_newest(
+            storage, budget_bytes, self._stopping.is_set, url=self._spec.url, ranges=ranges
+        )
         _log.info("read %d bytes of the newest checkpoint ahead", count)
+        if ranges is not None:
+            _log.info("other nodes sent %d bytes of it", ranges.shared_bytes)
+            # The job reads them again where memory does not hold them, until its start is over.
+            while not ranges.is_over and not self._stopping.wait(_LOOK_S):
+                pass
+            storage.reader.end_sharing(ranges)
+            ranges.close()
+
+    def _shared_ranges(self) -> "SharedRanges | None":
+        """Return ranges that the fan-out of the start may bring, or None if it has no fan-out."""
+        try:
+            address = (self._folder / FANOUT).read_bytes()
+        except OSError:
+            return None
+        from bootseer.fanout.local import SharedRanges  # here: most mounts need none of it
+
+        return SharedRanges(address)
 
     # ---- commands -------------------------------------------------------------------------
 

@@ -9,9 +9,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError, UnavailableError
 from bootseer.fuse.striped.memory import Memory
+from bootseer.fuse.striped.reading.shared import Sources
 from bootseer.fuse.striped.reading.unit_read import CopiedUnit, OpenFile, UnitRead
 from bootseer.fuse.striped.reading.window import CachedRead, Window, wait_for
 from bootseer.fuse.striped.statistics import Counters
@@ -20,6 +22,9 @@ from bootseer.store.backend import Backend, HasDescriptor
 from bootseer.transfer.engine import EngineFigures, FetchEngine, JobState, ReadJob, Try
 from bootseer.transfer.policy import UNTIL_DEADLINE
 from bootseer.transfer.ranges import Priority
+
+if TYPE_CHECKING:
+    from bootseer.fanout.local import SharedRanges
 
 # Reads straight into a caller's buffer that are queued at once, for each thread: enough that there
 # are always some from several stored files to choose from.
@@ -88,7 +93,7 @@ class StripedReader:
 
         `patience_s`: seconds without any bytes after which a read fails.
         """
-        self._backend = backend
+        self._sources = Sources(backend)
         self._memory = memory
         self._patience_s = patience_s
         self._counters = counters or Counters()
@@ -104,7 +109,7 @@ class StripedReader:
             figures=_Figures(self._counters),
             name=backend.url,
         )
-        self._window = Window(backend, self._engine, self._memory, patience_s)
+        self._window = Window(self._sources, self._engine, self._memory, patience_s)
         self._lock = threading.Lock()
         self._files: dict[str, OpenFile] = {}
         self._active_count = 0
@@ -114,6 +119,24 @@ class StripedReader:
     def fetched_bytes(self) -> int:
         """Count of bytes that were read from the storage so far."""
         return self._counters.read().fetched_bytes
+
+    def share(self, ranges: "SharedRanges") -> None:
+        """Take these ranges of parts from other nodes, as far as they arrive in time."""
+        self._sources.shared = ranges
+
+    def end_sharing(self, ranges: "SharedRanges") -> None:
+        """Open parts without these ranges from now on."""
+        if self._sources.shared is ranges:
+            self._sources.shared = None
+
+    def cached_bytes(self, view: FileView, length: int) -> int:
+        """Return how many of the first `length` bytes are in memory or on their way."""
+        count = position = 0
+        while position < min(length, view.size_bytes):
+            unit = view.unit_at(position)
+            count += unit.length * self._window.has(view, unit)
+            position = unit.end
+        return count
 
     def end_reads(self) -> None:
         """Fail all reads that are waited for, and end the threads."""
@@ -155,7 +178,7 @@ class StripedReader:
         if view.layout is not None or file.pinned is not None or not view.size_bytes:
             return None
         try:
-            reader = file.parts.replicas(self._backend, view.path).descriptor()
+            reader = file.parts.replicas(self._sources.backend, view.path).descriptor()
             return reader if reader is not None and view.is_in(reader.current()) else None
         except (BootseerError, OSError):
             return None  # A read will raise the error.
@@ -221,7 +244,7 @@ class StripedReader:
                 unit = file.view.unit_at(position)
                 stop = min(unit.end, end)
                 is_whole = position == unit.start and stop == unit.end
-                if is_whole and not self._window.has(file, unit):
+                if is_whole and not self._window.has(file.view, unit):
                     if len(straight) >= self._direct_max:
                         wait_for(self._engine, straight[0], cancelled)
                         straight.popleft()
@@ -278,7 +301,7 @@ class StripedReader:
                     wait_for_first()
                 unit = file.view.unit_at(position)
                 read = CopiedUnit(
-                    self._backend,
+                    self._sources,
                     self._memory,
                     file,
                     unit,
@@ -300,7 +323,7 @@ class StripedReader:
 
     def _read_straight(self, file: OpenFile, unit: ByteRange, target: memoryview) -> UnitRead:
         read = UnitRead(
-            self._backend, self._memory, file, unit, patience_s=self._patience_s, target=target
+            self._sources, self._memory, file, unit, patience_s=self._patience_s, target=target
         )
         with self._engine.lock:
             # Demands are served in order; these reads are spread evenly over the stored files.

@@ -14,9 +14,10 @@ from typing import TypeAlias
 from bootseer.errors import BootseerError, NotFoundError, UnavailableError
 from bootseer.fuse.striped.memory import Memory
 from bootseer.fuse.striped.reading.replicas import OpenedParts, Replicas
+from bootseer.fuse.striped.reading.shared import FANOUT_SOURCE, Sources
 from bootseer.fuse.striped.reading.streams import START_WINDOW_BYTES, StreamTracker
 from bootseer.fuse.striped.view import ByteRange, FileView
-from bootseer.store.backend import Backend, Reader
+from bootseer.store.backend import Reader
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.engine import JobState, ReadInto, ReadJob, Try
 
@@ -62,7 +63,7 @@ class UnitRead(ReadJob):
 
     def __init__(
         self,
-        backend: Backend,
+        sources: Sources,
         memory: Memory,
         file: OpenFile,
         span: ByteRange,
@@ -79,14 +80,15 @@ class UnitRead(ReadJob):
         view = file.view
         path, offset = view.source(span)
         place = f"{path}:{offset // view.block_bytes}" if view.block_bytes else path
-        super().__init__(place, span.length, f"{view.path} at {span.start} from {backend.url}")
+        what = f"{view.path} at {span.start} from {sources.backend.url}"
+        super().__init__(place, span.length, what)
         self.span = span
         self.data: memoryview | None = None
         """The bytes, checked; set when they are here."""
         self._path = view.path
         self._file: OpenFile | None = file
         """None after the end: dropping the last reference to an `OpenFile` closes its files."""
-        self._backend = backend
+        self._sources = sources
         self._memory = memory
         self._patience_s = patience_s
         self._buffer = buffer
@@ -112,8 +114,27 @@ class UnitRead(ReadJob):
         assert self._file is not None
         # Looked up anew: a file that is renamed takes its parts along.
         path, offset = self.view.source(self.span)
-        replicas = self._replicas = self._file.parts.replicas(self._backend, path)
+        replicas = self._replicas = self._file.parts.replicas(self._sources.backend, path)
         self._offset = offset
+        has_checksums = self.view.layout is not None
+        shared = self._sources.shared
+        if shared is None or one.attempt.is_second or not shared.covers(path):
+            return self._open_stored(one, replicas, has_checksums=has_checksums)
+
+        def read_into(start: int, buffer: memoryview, attempt: Attempt) -> int:
+            if shared.bring(path, offset + start, buffer, attempt):
+                attempt.server = FANOUT_SOURCE
+                return len(buffer)
+            if attempt.is_given_up:
+                return 0
+            stored = self._open_stored(one, replicas, has_checksums=has_checksums)
+            return stored(start, buffer, attempt)
+
+        return read_into
+
+    def _open_stored(self, one: Try, replicas: Replicas, *, has_checksums: bool) -> ReadInto:
+        """Choose a reader of the stored file, or open one; as `open`."""
+        offset = self._offset
         avoided = set(self.tried)
         try:
             number, reader = replicas.pick(offset, avoided)
@@ -125,7 +146,7 @@ class UnitRead(ReadJob):
         # After a failure the storage's own checks are needed to find a replica that is not damaged.
         # A late read is repeated in the same way from another replica, if there is one.
         one.attempt.is_checked = (
-            self.view.layout is not None
+            has_checksums
             and not self.failure_count
             and not self.wrong_count
             and (reader.has_replicas or not avoided)
@@ -153,7 +174,9 @@ class UnitRead(ReadJob):
         if buffer is not None:
             return buffer
         target = self._target
-        may_stop = self._readers[one.number].can_stop
+        # No reader yet: the fan-out is asked first.
+        reader = self._readers.get(one.number)
+        may_stop = reader is not None and reader.can_stop
         if target is not None and may_stop and all(o.has_returned for o in self._in_target):
             self._in_target.append(one)
             return target
@@ -176,7 +199,7 @@ class UnitRead(ReadJob):
         except BaseException:
             self._replicas.drop(one.number)
             raise
-        if not one.was_late:
+        if not one.was_late and one.number in self._readers:
             self._replicas.was_good(one.number, self._offset)
 
     def land(self, one: Try, data: memoryview) -> None:
@@ -240,7 +263,7 @@ class CopiedUnit(UnitRead):
 
     def __init__(
         self,
-        backend: Backend,
+        sources: Sources,
         memory: Memory,
         file: OpenFile,
         unit: ByteRange,
@@ -250,7 +273,7 @@ class CopiedUnit(UnitRead):
         patience_s: float,
     ) -> None:
         """Make a read that calls `consume(start, bytes)`, and releases a slot when it has ended."""
-        super().__init__(backend, memory, file, unit, patience_s=patience_s)
+        super().__init__(sources, memory, file, unit, patience_s=patience_s)
         self._consume: Callable[[int, memoryview], None] | None = consume
         self._slots = slots
 

@@ -12,9 +12,9 @@ import os
 from collections.abc import Callable, Sequence
 
 from bootseer.fuse.striped.memory import Droppable, Memory, Tier
+from bootseer.fuse.striped.reading.shared import Sources
 from bootseer.fuse.striped.reading.unit_read import Key, OpenFile, UnitRead
-from bootseer.fuse.striped.view import ByteRange
-from bootseer.store.backend import Backend
+from bootseer.fuse.striped.view import ByteRange, FileView
 from bootseer.transfer.engine import FetchEngine
 from bootseer.transfer.ranges import Priority
 
@@ -31,7 +31,7 @@ class CachedRead(UnitRead, Droppable):
         self, window: "Window", key: Key, file: OpenFile, span: ByteRange, buffer: memoryview
     ):
         super().__init__(
-            window.backend,
+            window.sources,
             window.memory,
             file,
             span,
@@ -53,9 +53,9 @@ class Window:
     """Units of one mount in memory."""
 
     def __init__(
-        self, backend: Backend, engine: FetchEngine, memory: Memory, patience_s: float
+        self, sources: Sources, engine: FetchEngine, memory: Memory, patience_s: float
     ) -> None:
-        self.backend = backend
+        self.sources = sources
         self.memory = memory
         self.patience_s = patience_s
         self._engine = engine
@@ -100,7 +100,7 @@ class Window:
         end = min(end, file.view.size_bytes)
         while position < end:
             unit = file.view.unit_at(position)
-            if not self.has(file, unit):
+            if not self.has(file.view, unit):
                 buffer = self.memory.try_take(unit.length)
                 if buffer is None:
                     return position
@@ -108,10 +108,10 @@ class Window:
             position = unit.end
         return position
 
-    def has(self, file: OpenFile, unit: ByteRange) -> bool:
+    def has(self, view: FileView, unit: ByteRange) -> bool:
         """Return whether a whole unit is in memory or on its way."""
         with self._lock:
-            return (file.view.identity, unit.start, True) in self._reads
+            return (view.identity, unit.start, True) in self._reads
 
     def _start(
         self,

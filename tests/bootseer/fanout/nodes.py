@@ -95,7 +95,9 @@ class FanoutJob:
 
 
 @contextlib.contextmanager
-def member(address: tuple[str, int], number: int, act: "Act") -> Iterator[list[protocol.Request]]:
+def member(
+    address: tuple[str, int], number: int, act: "Act", *, key: bytes = KEY
+) -> Iterator[list[protocol.Request]]:
     """Run a member of the job that answers each request by `act`; yield the requests."""
     requests: list[protocol.Request] = []
 
@@ -103,7 +105,7 @@ def member(address: tuple[str, int], number: int, act: "Act") -> Iterator[list[p
         with sock, contextlib.suppress(OSError):
             hello = protocol.decode_hello(take(sock, protocol.HELLO_BYTES))
             nonce = os.urandom(32)
-            sock.sendall(nonce + protocol.proof(KEY, b"source", hello, nonce))
+            sock.sendall(nonce + protocol.proof(key, b"source", hello, nonce))
             take(sock, protocol.PROOF_BYTES)
             while True:
                 request = protocol.decode_request(take(sock, protocol.REQUEST_BYTES))

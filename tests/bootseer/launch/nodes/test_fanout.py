@@ -1,26 +1,22 @@
 """Whole starts with fan-out: four nodes at addresses of this machine, and one store."""
 
 import contextlib
-import secrets
 import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bootseer.demo.limited import Account, read_account
 from bootseer.fanout.hosting import are_silent
-from bootseer.store import TEST_NETWORK
-from testbed.node import Node, node_at
+from testbed.node import node_at
 from testbed.paths import REPOSITORY
 from testbed.servers.registry import free_port
 from tests.bootseer.launch.conftest import Image
+from tests.bootseer.launch.nodes.fanout_nodes import COUNT, FanoutNodes, fanout_figures
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
-COUNT = 4
 PROGRAM = """
 import sys
 sys.path.insert(0, "/source")
@@ -43,45 +39,6 @@ JOB = (
 )
 
 
-class FanoutNodes:
-    """Nodes that share a store, which counts its bytes."""
-
-    def __init__(self, base: Path, stack: contextlib.ExitStack) -> None:
-        self.base = base
-        self.store = base / "store"
-        self.tally = base / "tally"
-        hosts = [f"127.0.0.{number + 2}" for number in range(COUNT)]
-        self.variables = {
-            TEST_NETWORK: "bootseer.demo.limited",
-            # As srun gives them to each task of a step.
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": "127.0.0.[1-9]",
-            "SLURM_STEP_NODELIST": f"127.0.0.[2-{COUNT + 1}]",
-            "BOOTSEER_FANOUT_PORT": str(free_port()),
-            "BOOTSEER_FANOUT_KEY": secrets.token_hex(32),
-            "BOOTSEER_FILL": "0",
-        }
-        url = f"limit+{self.store.as_uri()}?tally={self.tally}"
-        self.nodes = [
-            stack.enter_context(
-                node_at(base / host, url, variables={**self.variables, "SLURMD_NODENAME": host})
-            )
-            for host in hosts
-        ]
-
-    def start(self, *words: object) -> None:
-        """Start all nodes at once, and wait until all processes of the start have ended."""
-        started = [node.start("run", *words) for node in self.nodes]
-        for process in started:
-            _, said = process.communicate(timeout=60)
-            assert process.returncode == 0, said
-        for node in self.nodes:
-            node.wait_clean()
-
-    def moved(self) -> Account:
-        return read_account(self.tally)
-
-
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[FanoutNodes]:
     with contextlib.ExitStack() as stack:
@@ -100,17 +57,12 @@ def recorded(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base / "store"
 
 
-def _figures(node: Node) -> dict[str, Any]:
-    span = node.spans()["fan-out"]
-    return {one["key"]: next(iter(one["value"].values())) for one in span["attributes"]}
-
-
 def test_image_and_environment_leave_the_store_once(
     site: FanoutNodes, image: Image, recorded: Path
 ) -> None:
     subprocess.run(["cp", "-a", recorded, site.store], check=True, timeout=60)
     site.start("--image", image.source, *JOB)
-    figures = [_figures(node) for node in site.nodes]
+    figures = [fanout_figures(node) for node in site.nodes]
     came = [int(one["bootseer.bytes"]) for one in figures]
     assert min(came) > 4_000_000  # a bundle, and an environment that nothing compresses
     assert {one["bootseer.fanout.nodes"] for one in figures} == {str(COUNT)}
@@ -140,7 +92,7 @@ def test_nodes_that_cannot_reach_each_other_read_the_store(
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr
     first.wait_clean()
-    assert "may be blocked" in _figures(first)["bootseer.fallback"]
+    assert "may be blocked" in fanout_figures(first)["bootseer.fallback"]
 
 
 def test_a_blocked_port_is_told_from_a_node_that_is_not_up_yet() -> None:
