@@ -716,7 +716,8 @@ class FetchEngine:
         try:
             data = one.read(earlier)
         except BaseException as error:  # No error of a reader may end a thread.
-            _forget_frames(error)
+            # A job that has ended meanwhile may have released what its methods need.
+            _forget_frames(error, is_expected=one.attempt.is_given_up)
             failure = error
         del earlier
         with self.lock:
@@ -954,9 +955,12 @@ class FetchEngine:
             self._wake(job.priority)
 
 
-def _forget_frames(error: BaseException) -> None:
-    """Remove the frames from `error`, which may be kept for long and would keep their buffers."""
-    if not isinstance(error, (OSError, BootseerError)):
+def _forget_frames(error: BaseException, *, is_expected: bool = False) -> None:
+    """Remove the frames from `error`, which may be kept for long and would keep their buffers.
+
+    Unless it `is_expected`, an error that is neither the system's nor ours is logged.
+    """
+    if not is_expected and not isinstance(error, (OSError, BootseerError)):
         logger.warning("a read failed in an unforeseen way", exc_info=error)
     one: BaseException | None = error
     while one is not None and one.__traceback__ is not None:

@@ -104,6 +104,31 @@ def test_a_damaged_answer_that_is_fast_does_not_beat_a_sound_one(make: Make) -> 
     assert len(job.starts) == 2
 
 
+def test_a_try_that_fails_when_its_job_has_ended_is_not_reported(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: a second try that came too late was logged with a traceback."""
+    ended, failed = threading.Event(), threading.Event()
+
+    def read(number: int, start: int, buffer: memoryview, attempt: Attempt) -> int:
+        assert ended.wait(LONG_S)
+        failed.set()
+        raise AssertionError("the job has ended")
+
+    engine, job = make(threads=1), Recorded(read)
+    add(engine, job)
+    wait_for(lambda: job.starts)
+    with engine.lock:
+        engine.end(job, None)
+    ended.set()
+    assert failed.wait(LONG_S)
+    other = Recorded()
+    add(engine, other)
+    engine.wait(other)
+    engine.close()
+    assert caplog.messages == []
+
+
 def test_damage_and_outages_in_turn_end(make: Make) -> None:
     """Each outage followed some bytes, so failures counted anew, and damage was never summed up."""
 
