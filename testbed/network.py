@@ -68,6 +68,32 @@ def own_network() -> Iterator[ShapedLoopback]:
         os.close(before)
 
 
+@contextlib.contextmanager
+def entered(network: Path) -> Iterator[None]:
+    """Move the calling thread into an existing network namespace until the block ends.
+
+    Raises: MissingError.
+    """
+    with Path("/proc/thread-self/ns/net").open("rb") as before:
+        enter(network)
+        try:
+            yield
+        finally:
+            _set_network(before.fileno())
+
+
+def enter(network: Path) -> None:
+    """Move the calling thread into an existing network namespace. Raises: MissingError."""
+    with network.open("rb") as file:
+        _set_network(file.fileno())
+
+
+def _set_network(file: int) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.setns(file, _CLONE_NEWNET) != 0:
+        raise MissingError(f"cannot enter a network: {os.strerror(ctypes.get_errno())}")
+
+
 def run_network_command(command: list[str], text: str = "") -> str:
     """Run a command that changes or shows the thread's network; return its output.
 

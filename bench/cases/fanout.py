@@ -4,13 +4,14 @@ import contextlib
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from bench.fanout.lab import Report, Scenario, cpu_s_per_gb, measure
 from bench.fanout.simulation import Simulation, World
+from bench.fanout.starts import Starts, hdfs_store, s3_store, start_site
 from bench.machine.tmpfs import tmpfs
 from bench.model import (
     Case,
@@ -32,14 +33,21 @@ _FAULTY, _JOINED, _MANY = 32, 32, 10_000
 _SEED = 1
 _ONE, _CPU = "1 node", "4 nodes, CPU"
 _FAULTS, _LATE, _HOSTILE, _RACKS = "32, 6 faulty", "32, late", "32, hostile", "16 in two racks"
+_BLOCKED, _WITHOUT = "4 starts, ports blocked", "4 starts, without fan-out"
+_STORES = {"HDFS": hdfs_store, "S3": s3_store}
+_STARTS, _SEPARATE = 16, 4
+_START_MBIT, _START_MB = 8.0, (16, 16, 32)
+"""Of the image, the environment and the checkpoint, each node reads so many MiB."""
+_QUICK_SHARE = 8.0
+"""Lines are so much faster where each node reads all of the store by itself."""
 _LARGE, _LARGE_FAULTS = "10,000 simulated", "10,000 simulated, 1 % faulty"
 _MEMORY_BYTES = 2 << 30
 
 
 @contextlib.contextmanager
 def _prepare(workspace: Workspace) -> Iterator[None]:
-    with tmpfs(workspace.directory, _MEMORY_BYTES) as memory:
-        workspace.shared["memory"] = memory
+    with tmpfs(workspace.directory, _MEMORY_BYTES) as memory, contextlib.ExitStack() as stack:
+        workspace.shared["memory"], workspace.shared["stack"] = memory, stack
         workspace.shared["notes"] = [
             "An object of 16 MiB in chunks of 64 KiB; nodes and the store are network namespaces "
             "on this machine, whose lines carry 16 Mbit/s each way. 6 faulty: after 2 s two die, "
@@ -49,6 +57,10 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
             "Times are those of the slowest sound node, from its own beginning",
             "CPU: an object of 256 MiB in chunks of 1 MiB, lines without limit; per node and GB, "
             "which it receives and sends on",
+            "Starts: whole replayed starts on nodes that have nothing, image, environment and "
+            "checkpoint of 16, 16 and 32 MiB, all read; lines of 8 Mbit/s, for ports blocked and "
+            "without fan-out 64 Mbit/s. All nodes share the cores of this machine, on which a "
+            "start takes seconds",
         ]
         yield
 
@@ -110,6 +122,53 @@ def _joined() -> Scenario:
 def _hostile() -> Scenario:
     trees = Trees(_FAULTY)
     return Scenario(_FAULTY, hostile=[trees.children(0, trees.root(0))[0]])
+
+
+# Whole starts
+
+
+def _starts(workspace: Workspace, kind: str) -> tuple[Starts, str, Mapping[str, str]]:
+    """Return the nodes, and the store of this kind, in which a start is recorded."""
+    shared, stack = workspace.shared, workspace.shared["stack"]
+    if "starts" not in shared:
+        folder = workspace.directory / "starts"
+        folder.mkdir(exist_ok=True)
+        count = _SEPARATE if workspace.is_smoke else _STARTS
+        megabytes = (1, 1, 1) if workspace.is_smoke else _START_MB
+        shared["starts"] = stack.enter_context(start_site(folder, count, _START_MBIT, megabytes))
+    if kind not in shared:
+        folder = workspace.directory / kind
+        folder.mkdir(exist_ok=True)
+        url, variables = stack.enter_context(_STORES[kind](shared["starts"], folder))
+        shared["starts"].record(url, variables)
+        shared[kind] = url, variables
+    return shared["starts"], *shared[kind]
+
+
+def _start_name(kind: str, count: int) -> str:
+    return f"start from {kind}, {count} {'node' if count == 1 else 'nodes'}"
+
+
+def _started(kind: str, count: int) -> Variant:
+    def take(workspace: Workspace) -> Sample:
+        starts, url, variables = _starts(workspace, kind)
+        return Sample(starts.take(url, variables, min(count, starts.count)))
+
+    return variant(_start_name(kind, count), "image, environment, checkpoint", take)
+
+
+def _by_themselves(name: str, description: str, *, is_blocked: bool) -> Variant:
+    def take(workspace: Workspace) -> Sample:
+        starts, url, variables = _starts(workspace, "HDFS")
+        starts.site.set_share(_QUICK_SHARE)
+        starts.site.separate(is_blocked)
+        try:
+            return Sample(starts.take(url, variables, _SEPARATE, fanout=is_blocked))
+        finally:
+            starts.site.separate(False)
+            starts.site.set_share(1.0)
+
+    return variant(name, description, take)
 
 
 # Simulated
@@ -197,6 +256,9 @@ CASE = Case(
         _real(_HOSTILE, "one member lies", _hostile),
         _real(_RACKS, "an uplink of 16 Mbit/s each", lambda: Scenario(16, racks=2)),
         _real(_CPU, "fast lines", lambda: Scenario(4, 256 << 20, chunk_bytes=1 << 20, mbit=None)),
+        *(_started(kind, count) for kind in _STORES for count in (1, _STARTS)),
+        _by_themselves(_WITHOUT, "each node reads the store", is_blocked=False),
+        _by_themselves(_BLOCKED, "no node reaches another one", is_blocked=True),
         *(
             _simulated(f"{count} simulated", "the same plan", partial(World, count))
             for count in _FORETOLD
@@ -217,6 +279,18 @@ CASE = Case(
         _times(_HOSTILE, 1.3),
         _at_most(_RACKS, "uplink_copies", "copies by an uplink", 2.0),
         _at_most(_CPU, "cpu_s_per_gb", "CPU s/GB", 1.0),
+        *(
+            ratio_of(
+                f"start from {kind}, {_STARTS} nodes / 1",
+                (_start_name(kind, _STARTS), "wall_s"),
+                (_start_name(kind, 1), "wall_s"),
+                at_most(1.25),
+            )
+            for kind in _STORES
+        ),
+        ratio_of(
+            f"{_BLOCKED} / without", (_BLOCKED, "wall_s"), (_WITHOUT, "wall_s"), at_most(1.03)
+        ),
         *(one for count in _FORETOLD for one in _foretold(f"{count} simulated", _named(count))),
         _at_most(_LARGE, "times_alone", "times one node", 1.3),
         _at_most(_LARGE_FAULTS, "times_alone", "times one node", 1.3),

@@ -6,7 +6,6 @@ rack, joined by uplinks that are limited, too. Nothing remains afterwards. Needs
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -28,12 +27,11 @@ from bootseer.fanout.exchange import Exchange
 from bootseer.fanout.objects import ChunkList, chunk_list
 from bootseer.fanout.trees import STORE, Place, Trees
 from testbed.needs import MissingError, require
-from testbed.network import run_network_command
+from testbed.network import enter, run_network_command
 from testbed.waiting import pause
 
 _PORT = 7000
 _KEY = bytes(range(32))
-_CLONE_NEWNET = 0x40000000
 _LIMIT_S = 100.0
 _RANGE = struct.Struct("!QI")
 # Larger packets would be dropped by tbf. A queue of 100 packets of 9000 bytes.
@@ -85,8 +83,8 @@ class Report:
     """Sources of each node, as sentences."""
 
 
-class _Site:
-    """The namespaces."""
+class Site:
+    """Network namespaces of the nodes and the store, and the lines between them."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
@@ -164,12 +162,23 @@ class _Site:
             most = max(most, json.loads(shown)[0]["stats64"]["rx"]["bytes"])
         return most
 
-    def enter(self, host: int) -> None:
-        """Put the calling process into a host's namespace."""
-        library = ctypes.CDLL(None, use_errno=True)
-        with Path(f"/run/netns/{self.netns(host)}").open("rb") as file:
-            if library.setns(file.fileno(), _CLONE_NEWNET) != 0:
-                raise MissingError(f"cannot enter a network: {os.strerror(ctypes.get_errno())}")
+    def network(self, host: int) -> Path:
+        """Return the file of a host's namespace."""
+        return Path(f"/run/netns/{self.netns(host)}")
+
+    def set_share(self, share: float) -> None:
+        """Give each line this share of its rate."""
+        for host in self._hosts:
+            self._limit(self._switch(host), f"p{host + 1}", share, "change")
+            self._limit(self.netns(host), "e0", share, "change")
+
+    def separate(self, is_separate: bool) -> None:
+        """Let no two nodes reach each other, as a firewall would, or let them again."""
+        word = "on" if is_separate else "off"
+        for host in self._hosts:
+            if host != STORE:
+                line = f"link set p{host + 1} type bridge_slave isolated {word}"
+                _batch(self._switch(host), [line])
 
     def remove(self) -> None:
         """Remove all namespaces that exist."""
@@ -239,7 +248,7 @@ def measure(scenario: Scenario, folder: Path) -> Report:
     chunks = chunk_list([len(part) for part in parts], [content_digest(part) for part in parts])
     source = folder / "object"
     source.write_bytes(data)
-    site = _Site(scenario)
+    site = Site(scenario)
     with contextlib.ExitStack() as stack:
         stack.callback(site.remove)
         site.make()
@@ -257,7 +266,7 @@ def measure(scenario: Scenario, folder: Path) -> Report:
 
 
 def _node(
-    site: _Site,
+    site: Site,
     scenario: Scenario,
     number: int,
     chunks: ChunkList,
@@ -268,7 +277,7 @@ def _node(
     def act(talk: _Talk) -> None:
         for other in (*others.values(), store):
             other.talk.close()
-        site.enter(number)
+        enter(site.network(number))
         if number in scenario.hostile:
             serve_hostile(("", _PORT), number, _KEY, chunks)
             talk.say("ready")
@@ -279,7 +288,7 @@ def _node(
 
 
 def _be_node(
-    site: _Site, scenario: Scenario, number: int, chunks: ChunkList, file: Path, talk: _Talk
+    site: Site, scenario: Scenario, number: int, chunks: ChunkList, file: Path, talk: _Talk
 ) -> None:
     addresses = [(site.address(n), _PORT) for n in range(scenario.nodes)]
     trees = Trees(scenario.nodes, scenario.places if scenario.racks > 1 else ())
@@ -350,9 +359,9 @@ class _Origin:
         return bytes(data)
 
 
-def _be_store(site: _Site, source: Path, talk: _Talk) -> None:
+def _be_store(site: Site, source: Path, talk: _Talk) -> None:
     """Serve ranges of a file until the parent asks how many bytes were sent."""
-    site.enter(STORE)
+    enter(site.network(STORE))
     server, file, sent = _listen(), source.open("rb"), [0]
 
     def serve(sock: socket.socket) -> None:
@@ -376,7 +385,7 @@ def _be_store(site: _Site, source: Path, talk: _Talk) -> None:
 
 
 def _watch(
-    site: _Site, scenario: Scenario, nodes: Mapping[int, _Process], store: _Process
+    site: Site, scenario: Scenario, nodes: Mapping[int, _Process], store: _Process
 ) -> Report:
     broken = {*scenario.lost, *scenario.frozen, *scenario.slow, *scenario.hostile}
     begin_s = time.monotonic() + 0.1

@@ -86,10 +86,10 @@ def make_bucket(environment: Mapping[str, str], name: str) -> None:
 
 
 @contextlib.contextmanager
-def rgw_server(base: Path) -> Iterator[dict[str, str]]:
+def rgw_server(base: Path, host: str = "127.0.0.1") -> Iterator[dict[str, str]]:
     """Yield the environment in which `s3://bucket/...` is a bucket of a Ceph gateway.
 
-    Its files are in `base`. Raises: MissingError.
+    Its files are in `base`; it listens on `host`, 127.0.0.1 or 0.0.0.0. Raises: MissingError.
     """
     require("root", modules=["boto3", "obstore"], programs=["ceph-mon", "ceph-osd", "radosgw"])
     ports = unassigned_ports(3)
@@ -97,7 +97,7 @@ def rgw_server(base: Path) -> Iterator[dict[str, str]]:
     for name in ("mon", "osd", "run"):
         (base / name).mkdir(parents=True)
     configuration.write_text(
-        _CONFIGURATION.format(base=base, mon=ports[0], v1=ports[1], rgw=ports[2])
+        _CONFIGURATION.format(base=base, mon=ports[0], v1=ports[1], rgw=f"{host}:{ports[2]}")
     )
     log = base / "log"
     started: list[subprocess.Popen[bytes]] = []
@@ -128,7 +128,7 @@ def rgw_server(base: Path) -> Iterator[dict[str, str]]:
         keys = (f"--access-key={_KEY}", f"--secret-key={_SECRET}")
         run("radosgw-admin", "user", "create", *names, *keys)
         wait_started(gateway, lambda: is_listening(ports[2]), lambda: log.read_text()[-2000:])
-        yield _environment(f"http://127.0.0.1:{ports[2]}", _KEY, _SECRET)
+        yield _environment(f"http://{host}:{ports[2]}", _KEY, _SECRET)
     finally:
         for process in reversed(started):
             process.kill()
@@ -173,7 +173,7 @@ mon data = {base}/mon
 [osd.0]
 osd data = {base}/osd
 [client.rgw]
-rgw frontends = beast endpoint=127.0.0.1:{rgw} tcp_nodelay=1
+rgw frontends = beast endpoint={rgw} tcp_nodelay=1
 rgw thread pool size = 64
 rgw gc obj min wait = 1
 rgw gc processor period = 2
