@@ -219,6 +219,7 @@ class PlainForm(Form):
             settings.block_bytes,
             settings.stripe_count if self._can_join else 1,
             run_units=RUN_UNITS if self._can_join else _ENDLESS,
+            is_striped=False,
         )
 
     def _check_can_add(self) -> None:

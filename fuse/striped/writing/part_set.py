@@ -54,6 +54,9 @@ class UnitAssignment(Struct, frozen=True):
     is_exact: bool = False
     """Whether the user asked for this width: then a write fails rather than use fewer parts."""
     run_units: int | None = None
+    is_striped: bool = True
+    """Whether the parts become a segment of a layout, which has their checksums; otherwise they
+    become an ordinary file."""
     parts_max: int | None = None
     """Number of runs after which a round is full; None: there is no limit."""
 
@@ -138,8 +141,8 @@ class PartSet:
         self.shared = shared
         self.assignment = assignment
         self.deadline_s = deadline_s
-        self.has_checksums = assignment.run_units is None
-        """Whether readers check the parts by our checksums. Runs become an ordinary file."""
+        self.has_checksums = assignment.is_striped
+        """Whether readers check the parts by our checksums."""
         self.state = PartSetState.OPEN
         self._directory = path.rpartition("/")[0]
         self._rounds: list[Round] = []
