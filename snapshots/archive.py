@@ -189,7 +189,7 @@ def import_target(
             encoded = index.encode(tree)
             (blob,) = tree.blobs
             stored = Stored(blob.digest, blob.size_bytes)
-            of_tree = Stored(index.digest(encoded), len(encoded))
+            of_tree = catalogue.stored_index(encoded)
             data = Path(f"/proc/self/fd/{file.fileno()}")
             catalogue.publish_target(store, stored, data, of_tree, encoded, replace=False)
     except BootseerError:

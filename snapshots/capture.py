@@ -31,7 +31,7 @@ from bootseer.errors import BootseerError, from_oserror
 from bootseer.linux.private_files import private_directory
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import privileged, publish, publish_target
+from bootseer.snapshots.catalogue import privileged, publish, publish_target, stored_index
 from bootseer.snapshots.key_parts import Part, fingerprint
 from bootseer.snapshots.layers import WHITEOUT, Layers, Written, written
 from bootseer.snapshots.manifest import (
@@ -40,6 +40,7 @@ from bootseer.snapshots.manifest import (
     Manifest,
     Outside,
     Stored,
+    StoredIndex,
     Target,
 )
 from bootseer.snapshots.scan import Scan, diff, text_of
@@ -95,7 +96,7 @@ def capture(
                     text_of(change.path),
                 )
             encoded = index.encode(tree)
-            stored = Stored(index.digest(encoded), len(encoded))
+            stored = stored_index(encoded)
             data = Path(f"/proc/self/fd/{file.fileno()}")
             publish_target(store, blob, data, stored, encoded, replace=replace)
     except BootseerError:
@@ -111,7 +112,7 @@ def make_target(
     path: bytes,
     tree: Tree,
     blob: Stored,
-    stored: Stored,
+    stored: StoredIndex,
     *,
     whole: bool,
     deletions: tuple[bytes, ...],

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.base.documents import DocumentFormat
+from bootseer.base.documents import DocumentFormat, ReadableStore
 from bootseer.base.progress import ProgressBar
 from bootseer.blob.index import codec as index
 from bootseer.blob.keys import blob_key, index_key
@@ -31,12 +31,15 @@ from bootseer.errors import (
     UnknownFormatError,
     from_oserror,
 )
+from bootseer.fanout.whole_reads import decline_whole, read_whole
+from bootseer.settings.config import Settings
 from bootseer.snapshots.manifest import (
     INDEX_BYTES_MAX,
     MANIFEST_BYTES_MAX,
     Key,
     Manifest,
     Stored,
+    StoredIndex,
     Target,
     decode,
     encode,
@@ -46,6 +49,8 @@ from bootseer.snapshots.scan import STAGING_PREFIX, text_of
 from bootseer.store import Store
 from bootseer.store.objects.records import ONE_DOCUMENT, Links, ObjectFormat, RecordEntry
 from bootseer.store.objects.uses import note_use
+from bootseer.transfer.even_chunks import chunks_of, digests_of
+from bootseer.transfer.ranges import Chunk
 
 logger = logging.getLogger(__name__)
 FOLDER = "snapshots/"
@@ -76,7 +81,7 @@ def lease_key(fingerprint: str) -> str:
     return f"leases/snapshots/{fingerprint}"
 
 
-def load(store: Store, fingerprint: str) -> Manifest | None:
+def load(store: ReadableStore, fingerprint: str) -> Manifest | None:
     """The snapshot with exactly this key, or None.
 
     Raises: CorruptError, UnknownFormatError, UnavailableError, DeadlineError.
@@ -190,6 +195,11 @@ def read_pointer(store: Store, key: str) -> str:
     return _NAME_FORM.read(store, key).fingerprint
 
 
+def stored_index(encoded: bytes) -> StoredIndex:
+    """Return the manifest's entry for an encoded tree."""
+    return StoredIndex(index.digest(encoded), len(encoded), digests_of(encoded))
+
+
 def publish_target(
     store: Store, blob: Stored, data: Path, tree: Stored, encoded: bytes, *, replace: bool
 ) -> None:
@@ -297,18 +307,33 @@ def load_tree(store: Store, target: Target) -> Tree:
     return _decode_tree(target, read_encoded_tree(store, target))
 
 
-def read_encoded_tree(store: Store, target: Target) -> bytes:
+def read_encoded_tree(store: Store, target: Target, start: Settings | None = None) -> bytes:
     """Return a target's encoded tree, verified against its digest.
 
+    `start`: settings of a start whose nodes may feed each other.
     Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError.
     """
     stored = target.index
     if stored.size_bytes > INDEX_BYTES_MAX:
         raise CorruptError(f"the index {stored.digest} is too large")
+    if start is not None:
+        shared = read_whole(start, _index_chunks(target))
+        if shared is not None and index.digest(shared) == stored.digest:
+            return shared
     data = store.read(index_key(stored.digest), 0, stored.size_bytes + 1)
     if len(data) != stored.size_bytes or index.digest(data) != stored.digest:
         raise CorruptError(f"the index {stored.digest} in {store.url} does not match its digest")
     return data
+
+
+def decline_index(start: Settings, target: Target) -> None:
+    """Tell the other nodes of the start that this one has the target's encoded tree."""
+    decline_whole(start, _index_chunks(target))
+
+
+def _index_chunks(target: Target) -> tuple[Chunk, ...]:
+    stored = target.index
+    return chunks_of(index_key(stored.digest), stored.size_bytes, stored.chunks)
 
 
 def _decode_tree(target: Target, data: bytes) -> Tree:

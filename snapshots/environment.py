@@ -30,6 +30,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.base.display import format_age
+from bootseer.base.documents import ReadableStore
 from bootseer.errors import (
     BootseerError,
     BusyError,
@@ -39,6 +40,7 @@ from bootseer.errors import (
     SetupFailedError,
     exit_code_of,
 )
+from bootseer.fanout.whole_reads import StartDocuments
 from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.linux.mount_table import mount_points
 from bootseer.linux.removal import empty_directory
@@ -167,7 +169,7 @@ def settled_max_age(setting_s: float, *, is_open: bool) -> float:
     return OPEN_AGE_S if is_open else 0.0
 
 
-def look_up(store: Store, key: str, max_age_s: float) -> Known:
+def look_up(store: ReadableStore, key: str, max_age_s: float) -> Known:
     """Return the facts about a stored snapshot. Raises: UnavailableError, DeadlineError."""
     try:
         return Known(catalogue.load(store, key), max_age_s)
@@ -343,6 +345,7 @@ class _SetUp:
 
     resolved: Resolved
     store: Store
+    documents: StartDocuments
 
     def __init__(
         self,
@@ -403,6 +406,7 @@ class _SetUp:
                 recover_mounts(self.settings, self.hosts)
                 recover_targets(self.hosts, self.note)
                 self.store = stack.enter_context(open_own_store(self.settings, self.report))
+                self.documents = StartDocuments(self.settings, self.store)
                 return self._note_users(self._with_live_servers(stack))
             except SetupFailedError:
                 raise
@@ -556,8 +560,11 @@ class _SetUp:
         max_age_s = settled_max_age(self.settings.snapshot_max_age_s, is_open=self.resolved.is_open)
         pause_s = _POLL_FIRST_S
         watch = LeaseWatch()
+        # All nodes look at first. What another node has made since is in the store.
+        source: ReadableStore = self.documents
         while True:
-            known = look_up(self.store, self.key, max_age_s)
+            known = look_up(source, self.key, max_age_s)
+            source = self.store
             decision = decide(known, time.time_ns())
             if decision.situation is Situation.STORED and known.manifest is not None:
                 self._end_waiting(known.manifest)
@@ -634,7 +641,8 @@ class _SetUp:
         placed = place_targets(manifest, self.request.root)
         if any(item.target.path not in self.paths for item in placed):
             raise CorruptError(f"snapshot {self.key[:12]} holds targets that were not asked for")
-        catalogue.note_used(self.store, manifest)
+        if self.documents.reads_store:
+            catalogue.note_used(self.store, manifest)
         wish = Wish(
             self.settings.restore_mode,
             until_exit=self.host is not None,
@@ -642,7 +650,10 @@ class _SetUp:
             scratch=self.request.scratch,
             process=self.process,
         )
-        work = Restoration(self.settings, self.store, manifest, placed, self.bases)
+        work = Restoration(
+            *(self.settings, self.store, manifest, placed, self.bases),
+            checks_store=self.documents.reads_store,
+        )
         done = restore_by_choice(work, wish, on_finished=self.note, report=self.report)
         # Targets that the set-up did not make: known to be missing.
         for target in self.bases.keys() - {item.target.path for item in placed}:

@@ -15,6 +15,7 @@ from bootseer.base.documents import BlobDigest, Count64, DocumentFormat, PathByt
 from bootseer.errors import CorruptError
 from bootseer.snapshots.key_parts import Part, fingerprint
 from bootseer.snapshots.scan import checked_target, is_plain, text_of
+from bootseer.transfer.even_chunks import ChunkDigests
 
 EARLIER_MAX = 7
 """A target has at most so many earlier blobs, and its own: a restore is a stream from each."""
@@ -46,6 +47,13 @@ class Stored(Struct, frozen=True):
         return self.digest.removeprefix("sha256:")
 
 
+class StoredIndex(Stored, frozen=True, omit_defaults=True):
+    """Encoded tree of a target in the store."""
+
+    chunks: ChunkDigests = ()
+    """Digests of its chunks, which nodes pass on to each other."""
+
+
 class Target(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Directory that the set-up made or changed."""
 
@@ -54,7 +62,7 @@ class Target(Struct, frozen=True, kw_only=True, omit_defaults=True):
     whole: bool
     """There was nothing before: the blob holds all of it. Else it holds the difference."""
     blob: Stored
-    index: Stored
+    index: StoredIndex
     """The blob's tree."""
     earlier: Annotated[tuple[Stored, ...], Meta(max_length=EARLIER_MAX)] = ()
     """Blobs of earlier snapshots that hold content which the tree has as well: what `blob` has not.

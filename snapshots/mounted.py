@@ -67,7 +67,12 @@ from bootseer.served.users import (
     unmount_all_unused,
 )
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import admit_tree, find_cut_blob, read_encoded_tree
+from bootseer.snapshots.catalogue import (
+    admit_tree,
+    decline_index,
+    find_cut_blob,
+    read_encoded_tree,
+)
 from bootseer.snapshots.layers import is_opaque
 from bootseer.snapshots.manifest import Target
 from bootseer.snapshots.node_trees import NodeTrees
@@ -381,7 +386,9 @@ def mount_snapshot(
             undo.callback(_give_up, all_serving[-1])
         indexes = []
         for item, serving in zip(work.placed, all_serving, strict=True):
-            indexes.append(have_index(settings, work.store, item.target))
+            indexes.append(
+                have_index(settings, work.store, item.target, checks_store=work.checks_store)
+            )
             serving.go()
         # Checked here while the servers start, which takes them twice as long.
         for item, index in zip(work.placed, indexes, strict=True):
@@ -409,18 +416,25 @@ class Index(Struct, frozen=True):
     is_fetched: bool
 
 
-def have_index(settings: Settings, store: Store, target: Target) -> Index:
-    """Bring the target's index into the node's cache, for its server. Raises: BootseerError."""
+def have_index(
+    settings: Settings, store: Store, target: Target, *, checks_store: bool = True
+) -> Index:
+    """Bring the target's index into the node's cache, for its server.
+
+    `checks_store`: see `Restoration`. Raises: BootseerError.
+    """
     # Damage that is known now would otherwise be an error of the job's reads.
     check_known_damage(settings.cache_dir, store, target.index.digest)
-    if blob := find_cut_blob(store, target):
+    if checks_store and (blob := find_cut_blob(store, target)):
         raise CorruptError(f"the blob {blob.digest} in {store.url} does not have its size")
     data, is_fetched = read_or_fetch_index(
         settings.cache_dir,
         target.index.digest,
-        lambda: read_encoded_tree(store, target),
+        lambda: read_encoded_tree(store, target, settings),
         run_dir=settings.run_dir,
     )
+    if not is_fetched:
+        decline_index(settings, target)
     return Index(data, is_fetched)
 
 

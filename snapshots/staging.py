@@ -559,10 +559,12 @@ class Restoration(Struct, frozen=True):
     placed: Sequence[Placed]
     bases: Mapping[bytes, str]
     """Base digests of what lies in the targets; the snapshot fits on it (`check_base`)."""
+    checks_store: bool = True
+    """Whether to look if the store has all blobs; another node of the start does it if not."""
 
     def load(self, target: Target) -> tuple[Tree, bytes]:
         """Return a target's tree as a restore may use it, and its encoded form."""
-        data = read_encoded_tree(self.store, target)
+        data = read_encoded_tree(self.store, target, self.settings)
         return admit_tree(target, data, privileges=self.settings.restore_privileges), data
 
 

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ from bootseer.errors import (
 )
 from bootseer.fanout import protocol
 from bootseer.fanout.connection import Link, connect, settle, welcome
+from bootseer.fanout.documents import Documents
 from bootseer.fanout.gathering import KEPT, REFUSED, WAITING, Gathering
 from bootseer.fanout.objects import ChunkList, decode_list
 from bootseer.fanout.plan import (
@@ -86,6 +87,10 @@ class Origin(Protocol):
 
     def chunk(self, index: int, offset: int, length: int) -> bytes:
         """Return the bytes of one chunk."""
+
+
+def _no_document(key: str) -> bytes:
+    raise UnavailableError(f"nobody reads {key} here")
 
 
 class SourceRecord(Struct):
@@ -266,6 +271,7 @@ class Exchange(Closing):
         listener: socket.socket | None = None,
         gathering: Gathering | None = None,
         has_objects: bool = True,
+        read_document: Callable[[str], bytes] = _no_document,
     ) -> None:
         """Listen, and serve from now on.
 
@@ -279,6 +285,8 @@ class Exchange(Closing):
             gathering: Where the timelines of other nodes go; None refuses them.
             has_objects: Whether objects are sent; if not, who asks is hung up on, as if nobody
                 were there.
+            read_document: Function that reads a document in the store, see `documents`. Called
+                from threads; raises as stores do.
 
         Raises: InvalidInputError; OSError when the port is taken.
         """
@@ -290,6 +298,8 @@ class Exchange(Closing):
         self._trees = Trees(len(addresses)) if trees is None else trees
         self._gathering, self._has_objects = gathering, has_objects
         self._shares: dict[bytes, _Share] = {}
+        self._awaiting: set[asyncio.Future[bool]] = set()
+        """Streams that wait until this node joins an object."""
         self._spare: dict[int, tuple[float, Link]] = {}
         self._guests: Counter[str] = Counter()
         self._guest_sockets: set[socket.socket] = set()
@@ -300,6 +310,15 @@ class Exchange(Closing):
         self._listener = _listen(addresses[own][1]) if listener is None else listener
         self._listener.setblocking(False)
         self._loop = asyncio.new_event_loop()
+        self._documents = Documents(
+            own,
+            self._trees,
+            loop=self._loop,
+            spawn=self._spawn,
+            open_link=self._link,
+            keep_link=self._keep_link,
+            read_store=lambda key: self._loop.run_in_executor(self._pool, read_document, key),
+        )
         self._thread = threading.Thread(target=self._run, name="fanout", daemon=True)
         self._thread.start()
 
@@ -357,6 +376,12 @@ class Exchange(Closing):
             if share.error is None and tuple(share.counts) == tuple(known):
                 share.lock.wait(wait_s)
             return tuple(share.counts), share.error is not None
+
+    def document(self, key: str) -> Future[tuple[bytes, bool]]:
+        """Begin to look for a document; see `Documents.get`. Raises: UnavailableError if closed."""
+        if self._is_closed:
+            raise UnavailableError("fan-out is closed")
+        return asyncio.run_coroutine_threadsafe(self._documents.get(key), self._loop)
 
     def put(self, name: bytes, index: int, data: bytes) -> None:
         """Add a chunk that a user has read from the store. Raises: CorruptError."""
@@ -417,6 +442,8 @@ class Exchange(Closing):
         share = self._shares.get(name)
         if share is None:
             share = self._shares[name] = _Share(name)
+            for waiting in self._awaiting:
+                settle(waiting, True)
         return share
 
     async def _join(self, name: bytes, origin: Origin, file: int) -> None:
@@ -657,9 +684,9 @@ class Exchange(Closing):
                 await link.send(request.encode(), ASK_S)
                 answer = await link.receive(memoryview(bytearray(protocol.OFFER_BYTES)), ASK_S)
                 offers.append(protocol.decode_offer(answer, node, len(self._addresses)))
-                if len(self._spare) < _SPARE_LINKS_MAX and node not in self._spare:
-                    # Whoever has answered is likely to be taken, or asked again.
-                    self._spare[node], link = (self._loop.time(), link), None
+                # Whoever has answered is likely to be taken, or asked again.
+                self._keep_link(node, link)
+                link = None
             finally:
                 if link is not None:
                     link.close()
@@ -673,6 +700,13 @@ class Exchange(Closing):
             link.close()
         hello = Hello(self._own, node, os.urandom(protocol.NONCE_BYTES))
         return await connect(self._addresses[node], hello, self._key, limit_s)
+
+    def _keep_link(self, node: int, link: Link) -> None:
+        """Keep a connection after a question for the next one, or close it."""
+        if len(self._spare) < _SPARE_LINKS_MAX and node not in self._spare:
+            self._spare[node] = self._loop.time(), link
+        else:
+            link.close()
 
     # Feeding
 
@@ -719,6 +753,9 @@ class Exchange(Closing):
                 if request.operation == protocol.FEED:
                     await self._feed(link, child, request)
                     break
+                if request.operation == protocol.READ:
+                    await self._documents.serve(link, request)
+                    continue
                 share = self._shares.get(request.name)
                 offer = (
                     Offer(self._own, 0, 0, ())
@@ -811,7 +848,12 @@ class Exchange(Closing):
         while self._loop.time() < until_s:
             offer = Offer(self._own, 0, 0, ())
             await link.send(protocol.encode_frame(protocol.BEAT, 0, offer), _STALLED_S)
-            await asyncio.sleep(HEARTBEAT_S)
+            waiting: asyncio.Future[bool] = self._loop.create_future()
+            self._awaiting.add(waiting)
+            try:
+                await asyncio.wait([waiting], timeout=HEARTBEAT_S)
+            finally:
+                self._awaiting.discard(waiting)
             if (share := self._shares.get(name)) is not None:
                 return share
         raise TimeoutError("nobody here wants that object")

@@ -17,11 +17,18 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from enum import Enum
+from functools import partial
 
 from msgspec import Struct
 
 from bootseer.base.requests import request_counts
-from bootseer.errors import BootseerError, CorruptError, NoSpaceError
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    NoSpaceError,
+    NotFoundError,
+    UnavailableError,
+)
 from bootseer.fanout.exchange import Exchange, SourceRecord
 from bootseer.fanout.gathering import (
     GROUP_NODES,
@@ -47,6 +54,14 @@ from bootseer.fanout.local import (
 from bootseer.fanout.membership import Membership
 from bootseer.fanout.objects import ChunkList, chunk_list
 from bootseer.fanout.trees import STORE, TREE_COUNT, Trees
+from bootseer.fanout.whole_reads import (
+    ABSENT,
+    ANSWER,
+    DOCUMENT_BYTES_MAX,
+    KEY_BYTES_MAX,
+    PRESENT,
+    QUESTION,
+)
 from bootseer.linux.private_files import private_directory
 from bootseer.served.control import is_trusted_peer
 from bootseer.served.ready_socket import ReadySocket
@@ -67,6 +82,8 @@ _REQUEST_S = 5.0
 _TELL_S = 2.0
 """How long a client may take no update before it is hung up on."""
 _LOOK_S = 0.2
+_DOCUMENT_S = 6.0
+"""Longest wait for a document: longer than ten thousand nodes wait for each other."""
 _PROBES_MAX, _PROBE_S = 6, 0.7
 _STORE_THREADS = 4
 _SOURCES_MAX = 8
@@ -91,6 +108,7 @@ def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket) -> None
                 Exchange(
                     addresses, membership.own, key, trees,
                     listener=peers.dup(), gathering=gathering,
+                    read_document=partial(_read_document, store),
                 )
             )  # fmt: skip
             route = TimelineRoute(addresses, membership.own, key, gathering)
@@ -197,6 +215,17 @@ def _wait_for_end(
     return _End.OVER
 
 
+def _read_document(store: Store, key: str) -> bytes:
+    """Return a document of the store as it is sent. Raises: BootseerError."""
+    try:
+        data = PRESENT + store.read(key, 0, DOCUMENT_BYTES_MAX)
+    except NotFoundError:
+        return ABSENT
+    if len(data) > DOCUMENT_BYTES_MAX:
+        raise UnavailableError(f"{key} is too large")
+    return data
+
+
 class _StoredChunks:
     """Chunks of an object as the store has them: the fetch engine's deadlines and checks hold."""
 
@@ -284,14 +313,21 @@ class _Objects:
                     if len(head) < HEAD.size:
                         return
                     magic, first, second = HEAD.unpack(head)
-                    is_timeline = magic == MAGIC
-                    count = handed_bytes(first, second) if is_timeline else body_bytes(head)
+                    if magic == QUESTION:
+                        count = min(first, KEY_BYTES_MAX)
+                    else:
+                        count = handed_bytes(first, second) if magic == MAGIC else body_bytes(head)
                     body = request.read(count)
                 if len(body) < count:
                     return
-                if is_timeline:
+                if magic == MAGIC:
                     is_kept = self._route.deliver(body[:first].decode(), body[first:])
                     connection.sendall(KEPT if is_kept else REFUSED)
+                    return
+                if magic == QUESTION:
+                    data, is_own = self._document(body.decode("ascii", "replace"))
+                    connection.settimeout(_TELL_S)
+                    connection.sendall(ANSWER.pack(is_own, len(data)) + data)
                     return
                 found = self._receive(decode_request(head, body))
                 if found is None:
@@ -310,6 +346,18 @@ class _Objects:
             _log.info("a client is left: %s", error)
         finally:
             self._clients.release()
+
+    def _document(self, key: str) -> tuple[bytes, bool]:
+        """Return a document as it is sent, and whether this node read it in the store.
+
+        Raises: UnavailableError.
+        """
+        answer = self._exchange.document(key)
+        until_s = time.monotonic() + _DOCUMENT_S
+        while not self._has_given_up.is_set() and time.monotonic() < until_s:
+            with contextlib.suppress(TimeoutError):
+                return answer.result(_LOOK_S)
+        raise UnavailableError(f"no node brings {key}")
 
     def _progress(self, one: _Object) -> Iterator[tuple[int, ...]]:
         counts: tuple[int, ...] = (-1, -1)

@@ -6,6 +6,8 @@
     proof                                 ->
     ASK     object, tree                  ->
                                           <-  offer                  (as often as the child likes)
+    READ    document, tree                ->
+                                          <-  frames: beats, then the document
     FEED    object, tree, count           ->
                                           <-  frames: a beat, a chunk, or the list of chunks
     KEEP    digest, length; a timeline    ->
@@ -27,6 +29,7 @@ from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.fanout.objects import CHUNK_BYTES_MAX, LIST_BYTES_MAX
 from bootseer.fanout.plan import PATH_MAX, Offer
 from bootseer.fanout.trees import STORE, TREE_COUNT
+from bootseer.fanout.whole_reads import DOCUMENT_BYTES_MAX, KEY_BYTES_MAX
 
 VERSION = 1
 KEY_BYTES = NONCE_BYTES = PROOF_BYTES = 32
@@ -43,10 +46,16 @@ REQUEST_BYTES = _REQUEST.size
 OFFER_BYTES = _OFFER.size
 FRAME_BYTES = _FRAME.size + _OFFER.size
 
-ASK, FEED, KEEP = 1, 2, 3
-BEAT, CHUNK, LIST, BUSY = 0, 1, 2, 3
-"""Kinds of frames; BUSY is the last one of its stream."""
-_LENGTH_MAX = {BEAT: 0, CHUNK: CHUNK_BYTES_MAX, LIST: LIST_BYTES_MAX, BUSY: 0}
+ASK, FEED, KEEP, READ = 1, 2, 3, 4
+BEAT, CHUNK, LIST, BUSY, DOCUMENT = 0, 1, 2, 3, 4
+"""Kinds of frames; BUSY is the last one of its stream or question."""
+_LENGTH_MAX = {
+    BEAT: 0,
+    CHUNK: CHUNK_BYTES_MAX,
+    LIST: LIST_BYTES_MAX,
+    BUSY: 0,
+    DOCUMENT: DOCUMENT_BYTES_MAX,
+}
 
 
 class Hello(Struct, frozen=True):
@@ -67,9 +76,9 @@ class Request(Struct, frozen=True):
     operation: int
     tree: int
     count: int
-    """Chunks of the tree that the child has; to KEEP, bytes that follow."""
+    """Chunks of the tree that the child has; to KEEP or READ, bytes that follow."""
     name: bytes
-    """Name of the object; to KEEP, digest of these bytes."""
+    """Name of the object; to KEEP or READ, digest of these bytes."""
     leaves_store: bool = False
     """Whether the child leaves the store for this source."""
     needs_list: bool = False
@@ -100,7 +109,9 @@ def decode_hello(data: bytes | memoryview) -> Hello:
 def decode_request(data: bytes | memoryview) -> Request:
     """Decode a request. Raises: CorruptError."""
     operation, tree, flags, count, name = _REQUEST.unpack(data)
-    if operation not in (ASK, FEED, KEEP) or tree >= TREE_COUNT or flags > 3:
+    if operation not in (ASK, FEED, KEEP, READ) or tree >= TREE_COUNT or flags > 3:
+        raise CorruptError("a request that nobody makes")
+    if operation == READ and not 0 < count <= KEY_BYTES_MAX:
         raise CorruptError("a request that nobody makes")
     return Request(operation, tree, count, name, bool(flags & 1), bool(flags & 2))
 

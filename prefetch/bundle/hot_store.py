@@ -17,8 +17,16 @@ from urllib.parse import quote
 
 from msgspec import Meta, Struct
 
-from bootseer.base.documents import Count, Count64, DocumentFormat, PathBytes, Sha256
+from bootseer.base.documents import (
+    Count,
+    Count64,
+    DocumentFormat,
+    PathBytes,
+    ReadableStore,
+    Sha256,
+)
 from bootseer.errors import BootseerError, CorruptError, NotFoundError
+from bootseer.fanout.whole_reads import decline_whole, read_whole
 from bootseer.linux.private_files import write_private_file
 from bootseer.prefetch.bundle.format import (
     HEADER_BYTES_MAX,
@@ -33,6 +41,8 @@ from bootseer.prefetch.record.hotset import SCATTERED_COUNT_MAX, HotSet
 from bootseer.prefetch.record.trace import Trace
 from bootseer.settings.config import Settings
 from bootseer.store import Store
+from bootseer.transfer.even_chunks import ChunkDigests, chunks_of
+from bootseer.transfer.ranges import Chunk
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +69,8 @@ class HotPointer(Struct, frozen=True, omit_defaults=True):
     created_ns: Count64
     scattered: Annotated[tuple[PathBytes, ...], Meta(max_length=SCATTERED_COUNT_MAX)] = ()
     """Files of which each start reads different bytes, so that they are not in the bundle."""
+    header_chunks: ChunkDigests = ()
+    """Digests of the header's chunks, which nodes pass on to each other."""
 
 
 POINTER_FORM: DocumentFormat[HotPointer] = DocumentFormat(
@@ -143,7 +155,7 @@ def decode_pointer(data: bytes, index_digest: str, where: str) -> HotPointer:
     return pointer
 
 
-def read_pointer(store: Store, index_digest: str, workload: str) -> HotPointer | None:
+def read_pointer(store: ReadableStore, index_digest: str, workload: str) -> HotPointer | None:
     """Read the pointer to the workload's bundle. Return None if there is no bundle yet.
 
     Raises: CorruptError, UnknownFormatError, UnavailableError.
@@ -165,9 +177,27 @@ def read_bundle(store: Store, pointer: HotPointer, stream_lengths: Sequence[int]
     return decode_bundle(header, pointer, stream_lengths, store.url)
 
 
-def read_header(store: Store, pointer: HotPointer) -> bytes:
-    """Return the stored header of the pointer's bundle. Raises: NotFoundError, UnavailableError."""
+def read_header(store: Store, pointer: HotPointer, start: Settings | None = None) -> bytes:
+    """Return the stored header of the pointer's bundle.
+
+    `start`: settings of a start whose nodes may feed each other.
+    Raises: NotFoundError, UnavailableError.
+    """
+    if start is not None:
+        data = read_whole(start, _header_chunks(pointer))
+        if data is not None and hashlib.sha256(data).hexdigest() == _hex(pointer.bundle_digest):
+            return data
     return store.read(header_key(pointer.bundle_digest), 0, pointer.header_bytes)
+
+
+def decline_header(start: Settings, pointer: HotPointer) -> None:
+    """Tell the other nodes of the start that this one has the header of the pointer's bundle."""
+    decline_whole(start, _header_chunks(pointer))
+
+
+def _header_chunks(pointer: HotPointer) -> tuple[Chunk, ...]:
+    key = header_key(pointer.bundle_digest)
+    return chunks_of(key, pointer.header_bytes, pointer.header_chunks)
 
 
 def decode_bundle(

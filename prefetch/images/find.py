@@ -17,11 +17,16 @@ from bootseer.errors import (
     InvalidInputError,
     NotFoundError,
 )
+from bootseer.fanout.whole_reads import StartDocuments
 from bootseer.prefetch.cache.indexes import read_kept_tree
 from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache, is_stored
-from bootseer.prefetch.index.catalogue import check_blobs, check_reference, find_image, load_index
+from bootseer.prefetch.index.catalogue import (
+    check_blobs,
+    check_reference,
+    find_image,
+    load_start_index,
+)
 from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue, vouched_streams
-from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.index.source_names import is_source
 from bootseer.prefetch.publish.publishing import start_image_publisher
 from bootseer.settings.config import Settings
@@ -66,7 +71,7 @@ def image_by_name(settings: Settings, name: str, say: Say) -> FoundImage:
     catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
     try:
         with open_own_store(settings) as store:
-            return _stored(settings, catalogue, store, find_image(store, name), say)
+            return _stored(settings, catalogue, store, name, say)
     except InvalidInputError:
         raise
     except (BootseerError, OSError) as error:
@@ -84,14 +89,15 @@ def image_by_name(settings: Settings, name: str, say: Say) -> FoundImage:
 
 
 def _stored(
-    settings: Settings, catalogue: NodeCatalogue, store: Store, record: ImageRecord, say: Say
+    settings: Settings, catalogue: NodeCatalogue, store: Store, name: str, say: Say
 ) -> FoundImage:
+    documents = StartDocuments(settings, store)
+    record = find_image(store, name, documents)
     # The server reads the index from the node's cache.
-    name = f"image {record.reference}"
-    digest = record.index_digest
-    load_index(store, digest, name, settings.cache_dir, run_dir=settings.run_dir)
+    load_start_index(settings, store, record)
     try:
-        check_blobs(store, record)
+        if documents.reads_store:
+            check_blobs(store, record)
     except CorruptError as error:
         # This node's cache may have the blobs that the store lacks.
         say(f"warning: {error}")

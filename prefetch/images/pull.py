@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from bootseer.base.content_digest import ContentHasher
 from bootseer.base.parallel import StoppableProgress, map_in_threads
-from bootseer.blob.index.codec import encode
+from bootseer.blob.index.codec import decode, encode
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -37,11 +37,17 @@ from bootseer.errors import (
     NotFoundError,
     UnavailableError,
 )
+from bootseer.fanout.whole_reads import StartDocuments
 from bootseer.prefetch.cache.indexes import keep_index
 from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
 from bootseer.prefetch.cache.whole_stream import ROOM_BYTES
 from bootseer.prefetch.images.find import Say, image_by_name, image_on_node, remember
-from bootseer.prefetch.index.catalogue import check_blobs, check_streams, find_image, load_tree
+from bootseer.prefetch.index.catalogue import (
+    check_blobs,
+    check_streams,
+    find_image,
+    load_start_index,
+)
 from bootseer.prefetch.index.merge import LayerTree, merge_layers
 from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue
 from bootseer.prefetch.index.records import ImageRecord
@@ -139,17 +145,14 @@ class _SourceResolver:
         name = self._name(source)
         if self._store is not None:
             try:
-                record = find_image(self._store, name)
+                documents = StartDocuments(self._settings, self._store)
+                record = find_image(self._store, name, documents)
                 if self._is_same(source, record):
-                    tree = load_tree(
-                        self._store,
-                        record,
-                        self._settings.cache_dir,
-                        run_dir=self._settings.run_dir,
-                    )
+                    tree = decode(load_start_index(self._settings, self._store, record))
                     if source.identity is not None:
                         check_streams(tree, source.config.diff_ids, f"the record of {name}")
-                    check_blobs(self._store, record)
+                    if documents.reads_store:
+                        check_blobs(self._store, record)
                     # The source decides how the container is started.
                     image = FoundImage(replace(record, config=source.config))
                     remember(lambda: self._catalogue.keep_image(image))

@@ -11,11 +11,13 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from bootseer.base.documents import ReadableStore
 from bootseer.blob.index.codec import decode
 from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.keys import POINTS, blob_key, index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError, InvalidInputError, NotFoundError
+from bootseer.fanout.whole_reads import decline_whole, read_whole
 from bootseer.prefetch.cache.indexes import read_or_fetch_index
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import (
@@ -26,7 +28,9 @@ from bootseer.prefetch.index.records import (
     ImageRecord,
     LayerRecord,
 )
+from bootseer.settings.config import Settings
 from bootseer.store import Store
+from bootseer.transfer.even_chunks import chunks_of
 
 _PREFIX = re.compile(r"(?:sha256:)?([0-9a-f]{6,64})")
 _QUOTED_BYTES_MAX = 240
@@ -62,17 +66,18 @@ def list_images(store: Store) -> Iterator[ImageRecord]:
                 yield _read_image(store, info.path)
 
 
-def find_image(store: Store, reference: str) -> ImageRecord:
+def find_image(store: Store, reference: str, documents: ReadableStore | None = None) -> ImageRecord:
     """Return the image called `reference` or `reference`:latest.
 
-    `reference` may also be the beginning of an index digest. Raises: NotFoundError;
-    InvalidInputError if several digests begin so; CorruptError, UnknownFormatError.
+    `reference` may also be the beginning of an index digest. Records are read from `documents`, by
+    default from the store. Raises: NotFoundError; InvalidInputError if several digests begin so;
+    CorruptError, UnknownFormatError.
     """
     check_reference(reference)
     tagged = ":" in reference.rpartition("/")[2] or "@" in reference
     for name in (reference,) if tagged else (reference, f"{reference}:latest"):
         try:
-            return _read_image(store, image_key(name))
+            return _read_image(documents or store, image_key(name))
         except NotFoundError:
             continue
     prefix = _PREFIX.fullmatch(reference)
@@ -183,7 +188,7 @@ def check_replaceable(store: Store, reference: str) -> None:
         _read_image(store, image_key(reference))
 
 
-def _read_image(store: Store, key: str) -> ImageRecord:
+def _read_image(store: ReadableStore, key: str) -> ImageRecord:
     record = IMAGE_FORM.read(store, key)
     if image_key(record.reference) != key:
         name = unquote(key.rpartition("/")[2].removesuffix(".json"))
@@ -268,6 +273,28 @@ def load_tree(
     return decode(load_index(store, record.index_digest, name, cache_dir, run_dir=run_dir))
 
 
+def load_start_index(settings: Settings, store: Store, record: ImageRecord) -> bytes:
+    """Return the index of the image of a start: from the node's cache, other nodes or the store.
+
+    Raises: as `load_index`.
+    """
+    digest, name = record.index_digest, f"image {record.reference}"
+    chunks = chunks_of(index_key(digest), record.index_size_bytes, record.index_chunks)
+
+    def fetch() -> bytes:
+        data = read_whole(settings, chunks)
+        if data is not None and digest_of(data) == digest:
+            return data
+        return _stored_index(store, digest, name)
+
+    data, is_fetched = read_or_fetch_index(
+        settings.cache_dir, digest, fetch, run_dir=settings.run_dir
+    )
+    if not is_fetched:
+        decline_whole(settings, chunks)
+    return data
+
+
 def load_index(
     store: Store, digest: str, name: str, cache_dir: Path, *, run_dir: Path | None = None
 ) -> bytes:
@@ -281,11 +308,15 @@ def load_index(
     """
 
     def fetch() -> bytes:
-        try:
-            return _fetch_index(store, digest, INDEX_BYTES_MAX)
-        except NotFoundError as error:
-            raise CorruptError(
-                f"the index of {name} is missing in {store.url}; index it again"
-            ) from error
+        return _stored_index(store, digest, name)
 
     return read_or_fetch_index(cache_dir, digest, fetch, run_dir=run_dir)[0]
+
+
+def _stored_index(store: Store, digest: str, name: str) -> bytes:
+    try:
+        return _fetch_index(store, digest, INDEX_BYTES_MAX)
+    except NotFoundError as error:
+        raise CorruptError(
+            f"the index of {name} is missing in {store.url}; index it again"
+        ) from error

@@ -20,6 +20,7 @@ from bootseer.base.documents import (
     Sha256,
     Text,
 )
+from bootseer.transfer.even_chunks import ChunkDigests
 
 RECORD_BYTES_MAX = 64 * 2**20
 INDEX_BYTES_MAX = 2**30
@@ -83,6 +84,8 @@ class ImageRecord(Struct, frozen=True):
     created_ns: Count64
     manifest_digest: DigestOrNone = ""
     """Digest of the platform's manifest in a registry; "" for an image of another source."""
+    index_chunks: ChunkDigests = ()
+    """Digests of the index' chunks, which nodes pass on to each other."""
 
 
 IMAGE_FORM: DocumentFormat[ImageRecord] = DocumentFormat(

@@ -37,6 +37,7 @@ from bootseer.prefetch.record.trace import Trace
 from bootseer.settings.config import Settings
 from bootseer.store import Store
 from bootseer.store.objects.lease import LeaseRenewal
+from bootseer.transfer.even_chunks import digests_of
 
 _log = logging.getLogger(__name__)
 
@@ -129,21 +130,20 @@ def build_bundle(
     if not frames:
         return None
     hot_data = hotset.encode(hot)
-    hot_digest = f"sha256:{hashlib.sha256(hot_data).hexdigest()}"
+    hot_digest = _digest(hot_data)
     # Replaces objects of the same names, which may be damaged.
     store.publish(hot_store.hotset_key(hot_digest), hot_data, replace=True)
-    digest, header_bytes, size_bytes = _publish_bundle(
-        settings, store, tree, index_digest, reference, frames
-    )
+    header, size_bytes = _publish_bundle(settings, store, tree, index_digest, reference, frames)
     pointer = HotPointer(
         index_digest,
-        digest,
+        _digest(header),
         size_bytes,
-        header_bytes,
+        len(header),
         hot_digest,
         len(traces),
         time.time_ns(),
         hot.scattered,
+        digests_of(header),
     )
     store.publish(
         hot_store.pointer_key(index_digest, workload),
@@ -162,8 +162,8 @@ def _publish_bundle(
     index_digest: str,
     reference: str,
     frames: Sequence[tuple[BundleExtent, ...]],
-) -> tuple[str, int, int]:
-    """Publish a bundle. Return its digest, the size of its header and its size.
+) -> tuple[bytes, int]:
+    """Publish a bundle. Return its header and its size.
 
     Raises: BootseerError.
     """
@@ -188,7 +188,7 @@ def _publish_bundle(
                 index_digest, frames, lambda *piece: bytes(streams.read(*piece)), parts
             )
             size_bytes = len(header) + sum(part.tell() for part in parts)
-            digest = f"sha256:{hashlib.sha256(header).hexdigest()}"
+            digest = _digest(header)
             for number, part in enumerate(parts):
                 store.publish(hot_store.part_key(digest, number), _pieces(part), replace=True)
             # After the parts that the header names.
@@ -198,7 +198,11 @@ def _publish_bundle(
     finally:
         streams.close()
         layers.close()
-    return digest, len(header), size_bytes
+    return header, size_bytes
+
+
+def _digest(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
 def _pieces(spool: BinaryIO) -> Iterator[bytes]:

@@ -41,6 +41,7 @@ from bootseer.prefetch.index.merge import LayerTree, merge_layers
 from bootseer.prefetch.index.records import ImageLayer, ImageRecord, LayerRecord
 from bootseer.prefetch.sources.model import ImageSource, Layer
 from bootseer.store import Lease, Store
+from bootseer.transfer.even_chunks import digests_of
 
 _log = logging.getLogger(__name__)
 
@@ -186,6 +187,7 @@ def describe_image(
         file_count=tree.name_count,
         created_ns=created_ns,
         manifest_digest=source.manifest_digest or "",
+        index_chunks=digests_of(index),
     )
 
 

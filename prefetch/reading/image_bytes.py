@@ -48,6 +48,8 @@ _MEMORY_BYTES = 64 * 2**20
 _LOOKUP_S = 0.25
 """Longest wait of a fault for the lookup of the bundle as the server starts: the bundle file of the
 node may have the bytes."""
+_FANOUT_LOOKUP_S = 1.5
+"""The same for a start whose nodes feed each other: so long they wait for one that begins later."""
 _OTHER_SERVER_S = 2.0
 _OTHER_SERVER_SHARE = 0.1
 """Limits, in seconds and as a share of the deadline, of the wait for another server of the node
@@ -116,6 +118,7 @@ class ImageBytes:
         self._bundles = BundleFiles(self._refuted)
         self._looked_up = threading.Event()
         self._looked_up.set()
+        self._lookup_s = _LOOKUP_S
         self._switching = threading.Lock()
         # Streams that a thread may still read. They are closed at the end.
         self._replaced: list[CachedStream] = []
@@ -243,7 +246,7 @@ class ImageBytes:
         self, blob: int, offset: int, length: int, reader: int, end: int, budget: Budget
     ) -> Buffer:
         if not self._looked_up.is_set():
-            with budget.spending(min(_LOOKUP_S, budget.left_s)) as limit_s:
+            with budget.spending(min(self._lookup_s, budget.left_s)) as limit_s:
                 self._looked_up.wait(limit_s)
             if (content := self.get(blob, offset, length)) is not None:
                 return content
@@ -359,8 +362,12 @@ class ImageBytes:
 
     # ---- bundles ------------------------------------------------------------------------------
 
-    def expect_bundle(self) -> None:
-        """Make faults wait a moment for the lookup of the bundle, until `use` is called."""
+    def expect_bundle(self, *, has_fanout: bool = False) -> None:
+        """Make faults wait a moment for the lookup of the bundle, until `use` is called.
+
+        `has_fanout`: whether other nodes bring the bundle, some of which may begin later.
+        """
+        self._lookup_s = _FANOUT_LOOKUP_S if has_fanout else _LOOKUP_S
         self._looked_up.clear()
 
     def use(

@@ -90,6 +90,7 @@ _LOOK_S = 1.0
 """Pause between two checks whether another server has refuted a bundle of the image. Until then,
 the kernel may serve pages with wrong bytes."""
 _CLOSE_S = 5.0
+_LOOKED_UP_S = 10.0
 _NOTE_USE_S = 6 * 3600.0
 """Pause between two notes that the image is in use: short enough that one may fail before a garbage
 collector takes the image for unused."""
@@ -294,6 +295,8 @@ class ImageServer:
 
     def _note_use(self) -> None:
         """Tell garbage collectors that the image is in use, if the store has any of it."""
+        if not self._start.reads_store(_LOOKED_UP_S):
+            return
         stored = [blob.digest for blob in self._tree.blobs if len(blob.frames)]
         if stored:
             note_use(self._store, self._plan.state.index_digest, stored)

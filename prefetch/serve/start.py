@@ -17,6 +17,7 @@ from functools import partial
 from bootseer.blob.tree import Extent, Tree
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.fanout.local import SharedReads
+from bootseer.fanout.whole_reads import StartDocuments
 from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.bundle.accuracy import (
     BundleAccuracy,
@@ -106,6 +107,8 @@ class Start:
         self._preload: KernelPreload | None = None
         self._root = -1
         self._lock = threading.Lock()
+        self._reads_store = True
+        self._has_looked = threading.Event()
 
     @property
     def replay_state(self) -> ReplayState:
@@ -118,13 +121,19 @@ class Start:
         """Whether the record is complete and the replay has ended."""
         return not self._log.is_open and self.replay_state not in _UNDER_WAY
 
+    def reads_store(self, limit_s: float) -> bool:
+        """Return `StartDocuments.reads_store`, once the bundle was looked up or time is over."""
+        if self._plan.settings.fanout and self._plan.settings.prefetch:
+            self._has_looked.wait(limit_s)
+        return self._reads_store
+
     # ---- beginning and end ----------------------------------------------------------------
 
     def begin(self, store_pages: StorePages | None) -> None:
         """Look up and replay the bundle in the background. `store_pages`: see `Operations`."""
         self._without_replay = ReplayState.LOOKING
         self._open_root()
-        self._streams.expect_bundle()
+        self._streams.expect_bundle(has_fanout=self._plan.settings.fanout)
         args = (store_pages,)
         threading.Thread(target=self._begin, args=args, name="bundle", daemon=True).start()
 
@@ -188,6 +197,7 @@ class Start:
                 self._without_replay = ended
             self._streams.use(None)
             self._close_root()
+            self._has_looked.set()
 
     # ---- lookup of the bundle -------------------------------------------------------------
 
@@ -208,9 +218,15 @@ class Start:
             # Before the store is asked, so that faults can read the file at once.
             streams.use(file, partial(refuse_bundle, settings, state.workload, kept[0]))
             if file.is_whole(streams.streams):
+                hot_store.decline_header(settings, kept[0])
                 return *kept, file
-        streams.use(None)
-        pointer = hot_store.read_pointer(self._store, state.index_digest, state.workload)
+        if not settings.fanout:
+            # A fault goes to the store while the bundle is looked up there. With a fan-out all
+            # nodes would send the same fault.
+            streams.use(None)
+        documents = StartDocuments(settings, self._store)
+        pointer = hot_store.read_pointer(documents, state.index_digest, state.workload)
+        self._reads_store = documents.reads_store
         if pointer is None:
             borrowed = reuse_bundle(
                 settings,
@@ -227,8 +243,9 @@ class Start:
         else:
             self._check_refused(pointer)
             if kept is not None and file is not None and kept[0] == pointer:
+                hot_store.decline_header(settings, pointer)
                 return *kept, file
-            header = hot_store.read_header(self._store, pointer)
+            header = hot_store.read_header(self._store, pointer, settings)
             bundle = hot_store.decode_bundle(header, pointer, lengths, self._store.url)
             keep_bundle(settings, state.workload, pointer, header)
         return pointer, bundle, self._open(bundle)

@@ -21,7 +21,7 @@ from bootseer.report.graph import StartGraph
 from bootseer.report.sources import BYTES_MAX, pack, unpack
 from bootseer.snapshots import manifest as manifests
 from bootseer.snapshots.key_parts import Part, fingerprint
-from bootseer.snapshots.manifest import Manifest, Outside, Stored
+from bootseer.snapshots.manifest import Manifest, Outside, Stored, StoredIndex
 from bootseer.snapshots.manifest import Target as SnapshotTarget
 from bootseer.store.objects import lease, uses
 from bootseer.timeline import otlp, stored
@@ -34,7 +34,7 @@ _PARTS = (Part("command", '["x"]'), Part("salt", ""))
 
 
 def _manifest() -> Any:
-    stored, index = Stored(samples.DIGEST, 1000), Stored(samples.INDEX, 100)
+    stored, index = Stored(samples.DIGEST, 1000), StoredIndex(samples.INDEX, 100)
     targets = (
         SnapshotTarget(path=b"/opt/env-\xff", whole=False, blob=stored, index=index,
                        deletions=(b"lib/old.py", b"\xfe"), file_count=3, content_bytes=5000),

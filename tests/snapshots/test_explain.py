@@ -17,11 +17,11 @@ from bootseer.snapshots.environment import HELD, Known, Situation, decide, run_s
 from bootseer.snapshots.explain import IN_PLACE, RESTORE, RUN, Explanation, explain_setup
 from bootseer.snapshots.key import Request
 from bootseer.snapshots.key_parts import Part, fingerprint
-from bootseer.snapshots.manifest import Manifest, Stored, Target, encode
+from bootseer.snapshots.manifest import Manifest, StoredIndex, Target, encode
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 
-_STORED = Stored("sha256:" + "0" * 64, 1)
+_STORED = StoredIndex("sha256:" + "0" * 64, 1)
 
 
 def _manifest(parts: list[Part], created_ns: int = 1) -> Manifest:

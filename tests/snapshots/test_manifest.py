@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, UnknownFormatError
 from bootseer.snapshots.key_parts import Part, fingerprint
-from bootseer.snapshots.manifest import Manifest, Outside, Stored, Target, decode, encode
+from bootseer.snapshots.manifest import (
+    Manifest,
+    Outside,
+    Stored,
+    StoredIndex,
+    Target,
+    decode,
+    encode,
+)
 from bootseer.snapshots.scan import target_path
 
 _PARTS = (Part("command", '["x"]'), Part("salt", ""))
@@ -21,7 +29,7 @@ _MANIFEST = Manifest(
             path=b"/opt/env-\xff",
             whole=False,
             blob=Stored("sha256:" + "ab" * 32, 1000),
-            index=Stored("sha256:" + "cd" * 32, 100),
+            index=StoredIndex("sha256:" + "cd" * 32, 100),
             deletions=(b"lib/old.py", b"not-utf8-\xfe"),
             file_count=3,
             content_bytes=5000,

@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.blob.index import codec as index
 from bootseer.blob.keys import index_key
 from bootseer.errors import CorruptError
 from bootseer.served.overlays import overlay_at
 from bootseer.served.service import services_dir
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.archive import create_snapshot
-from bootseer.snapshots.manifest import Stored
 from bootseer.snapshots.restore import restore_snapshot
 from bootseer.store import open_store
 from testbed.mounts.sweeping import sweep
@@ -43,7 +41,7 @@ def test_hostile_names_are_never_shown(
         tree = catalogue.load_tree(store, wanted)
         sections = {**sections_of(tree), "names": name + b"\0"}
         encoded = forge(sections, tree.inode_count, tree.name_count)
-        forged = Stored(index.digest(encoded), len(encoded))
+        forged = catalogue.stored_index(encoded)
         store.publish(index_key(forged.digest), encoded)
         catalogue.publish(
             store, replace(manifest, targets=(replace(wanted, index=forged),)), replace=True

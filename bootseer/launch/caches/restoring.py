@@ -14,9 +14,11 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from bootseer.base.documents import ReadableStore
 from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError, NoSpaceError, from_oserror
+from bootseer.fanout.whole_reads import StartDocuments
 from bootseer.launch.caches.finding import Cache
 from bootseer.launch.caches.records import (
     IN_PLACE,
@@ -43,7 +45,7 @@ _STAGING = os.fsdecode(STAGING_PREFIX) + "cache"
 _LOCK_S = 60.0
 
 
-def generation(store: Store, key: str) -> tuple[Manifest, Target] | None:
+def generation(store: ReadableStore, key: str) -> tuple[Manifest, Target] | None:
     """Return the newest generation of a cache; None if there is none.
 
     Raises: CorruptError, UnavailableError, DeadlineError.
@@ -63,15 +65,18 @@ def restore(settings: Settings, store: Store, cache: Cache) -> RestoreResult:
     UnavailableError, DeadlineError, BusyError. On an error the folder is as it was.
     """
     _make_folder(cache)
-    found = generation(store, cache.key)
+    documents = StartDocuments(settings, store)
+    found = generation(documents, cache.key)
     if found is None:
         return RestoreResult(MISS, "the store has no generation with this key")
     manifest, target = found
     known = read_record(settings.cache_dir, cache.key) or CacheRecord(
         key=cache.key, name="", folder=""
     )
-    catalogue.note_used(store, manifest)
+    if documents.reads_store:
+        catalogue.note_used(store, manifest)
     if known.index == target.index.digest and any(cache.folder.iterdir()):
+        catalogue.decline_index(settings, target)
         return RestoreResult(IN_PLACE, "this node has the newest generation", index=known.index)
     moved_bytes, count = extract_missing(settings, store, cache.folder, target)
     if not count:
@@ -96,7 +101,8 @@ def extract_missing(
     settings: Settings, store: Store, folder: Path, target: Target
 ) -> tuple[int, int]:
     """Extract the files that `folder` lacks. Return (bytes moved, files). Raises: as `restore`."""
-    tree = admit_tree(target, catalogue.read_encoded_tree(store, target), privileges=False)
+    data = catalogue.read_encoded_tree(store, target, settings)
+    tree = admit_tree(target, data, privileges=False)
     with locked(settings.run_dir, [folder], deadline_s=min(_LOCK_S, settings.deadline_s)):
         here = by_unit(path for path, entry in scan(folder).items() if not stat.S_ISDIR(entry.mode))
         paths = tree_files(tree)

@@ -43,8 +43,7 @@ from bootseer.errors import (
     NotFoundError,
 )
 from bootseer.store.backend import Backend
-from bootseer.store.objects.publish import publish_object
-from bootseer.store.paths import TEMPORARY
+from bootseer.store.objects.publish import TEMPORARY, publish_object
 
 logger = logging.getLogger(__name__)
 

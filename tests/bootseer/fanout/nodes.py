@@ -6,9 +6,11 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from bootseer.base.content_digest import content_digest
+from bootseer.errors import UnavailableError
 from bootseer.fanout import protocol
 from bootseer.fanout.exchange import Exchange
 from bootseer.fanout.objects import ChunkList, chunk_list
@@ -71,17 +73,34 @@ class FanoutJob:
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path, count: int) -> None:
         self._stack, self.folder = stack, folder
+        self.stored: dict[str, bytes] = {}
+        """Documents of the store, as they are sent."""
+        self.document_reads: list[int] = []
+        """Node of each read of a document in the store."""
         self.addresses = free_addresses(count)
         self.nodes: dict[int, Exchange] = {}
 
     def start(self, *numbers: int, key: bytes = KEY) -> None:
         for number in numbers:
-            exchange = Exchange(self.addresses, number, key)
+            exchange = Exchange(
+                self.addresses, number, key, read_document=partial(self._read_document, number)
+            )
             self.nodes[number] = self._stack.enter_context(exchange)
 
     def join(self, content: Content, *numbers: int) -> None:
         for number in numbers or self.nodes:
             self.nodes[number].join(content.name, self.file(number), content)
+
+    def _read_document(self, number: int, key: str) -> bytes:
+        self.document_reads.append(number)
+        if key not in self.stored:
+            raise UnavailableError("the store is down")
+        return self.stored[key]
+
+    def documents(self, key: str, *numbers: int) -> dict[int, tuple[bytes, bool]]:
+        """Return the document at `key` as each node gets it; all ask at once."""
+        asked = {number: self.nodes[number].document(key) for number in numbers or self.nodes}
+        return {number: answer.result(30) for number, answer in asked.items()}
 
     def file(self, number: int) -> Path:
         return self.folder / f"object-{number}"

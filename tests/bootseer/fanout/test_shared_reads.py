@@ -29,6 +29,7 @@ from bootseer.fanout.local import (
     can_be_shared,
     decode_request,
 )
+from bootseer.fanout.whole_reads import read_whole
 from bootseer.settings.config import Settings, load_config
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.chunks import ChunkFetcher
@@ -220,6 +221,33 @@ def test_wrong_bytes_reach_nobody(host: Host, reading: Reading) -> None:
     host.bring(42, lambda data: data[:-1] + bytes([data[-1] ^ 1]))
     reading.finish()
     assert reading.wrong_count > 0
+
+
+@pytest.mark.parametrize("ends", ["whole", "is over", "dies", "is stuck", "lies"])
+def test_a_whole_object_comes_or_is_read_from_the_store(
+    settings: Settings,
+    host: Host,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    ends: str,
+) -> None:
+    monkeypatch.setattr(local, "_STUCK_S", 0.3)
+    chunks = [_chunk("parts/a", number) for number in range(COUNT)]
+    found: list[bytes | None] = []
+    reader = threading.Thread(target=lambda: found.append(read_whole(settings, chunks)))
+    reader.start()
+    if ends in ("whole", "lies"):
+        host.bring(COUNT, lambda data: data[::-1] if ends == "lies" else data)
+    else:
+        host.bring(10)
+    if ends == "is over":
+        host.tell(IS_OVER)
+    if ends == "dies":
+        host.close()
+    reader.join(30)
+    assert found == [DATA["parts/a"] if ends == "whole" else None]
+    warnings = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert len(warnings) == (ends == "lies")
 
 
 def test_without_a_fan_out_the_store_is_read(settings: Settings) -> None:

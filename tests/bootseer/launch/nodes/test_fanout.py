@@ -13,15 +13,25 @@ from testbed.node import node_at
 from testbed.paths import REPOSITORY
 from testbed.servers.registry import free_port
 from tests.bootseer.launch.conftest import Image
-from tests.bootseer.launch.nodes.fanout_nodes import COUNT, FanoutNodes, fanout_figures
+from tests.bootseer.launch.nodes.fanout_nodes import (
+    COUNT,
+    ORDINARY,
+    TREES,
+    FanoutNodes,
+    fanout_figures,
+)
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
 PROGRAM = """
 import sys
 sys.path.insert(0, "/source")
-import bootseer, decimal, email.message, http.client, json
+import bootseer, decimal, email.message, http.client, json, os
+if os.path.exists("/gate/go"):
+    open(f"/gate/{os.getpid()}", "w").close()
+    open("/gate/go", "rb", buffering=0).read(1)
 bootseer.ready()
+os._exit(0)  # what else the interpreter would read is no part of the record
 """
 SETUP = """python3 -c "import os, sys; os.makedirs('/job/env'); \\
 open('/job/env/data', 'wb').write(os.urandom(2000000))" """
@@ -61,7 +71,7 @@ def test_image_and_environment_leave_the_store_once(
     site: FanoutNodes, image: Image, recorded: Path
 ) -> None:
     subprocess.run(["cp", "-a", recorded, site.store], check=True, timeout=60)
-    site.start("--image", image.source, *JOB)
+    site.start_in_order("--image", image.source, *JOB)
     figures = [fanout_figures(node) for node in site.nodes]
     came = [int(one["bootseer.bytes"]) for one in figures]
     assert min(came) > 4_000_000  # a bundle, and an environment that nothing compresses
@@ -69,8 +79,15 @@ def test_image_and_environment_leave_the_store_once(
     assert {one["bootseer.fanout.list_from"] for one in figures} == {"Slurm"}
     stored = sum(int(one["bootseer.fanout.store_bytes"]) for one in figures)
     assert stored < 2 * max(came)
+    moved = site.moved()
     # Everything that four nodes read: names, indexes and faults as well.
-    assert site.moved().bytes_read < stored + max(came)
+    assert sum(one.bytes_read for one in moved) < stored + max(came)
+    # Ordinary nodes ask the store for nothing but a page that they need before the bundle comes: so
+    # sixteen nodes ask a NameNode for as much as four do. On a machine that is so busy that a node
+    # says nothing for a second, another one takes an object from the store.
+    asked = [path for number in ORDINARY for path in site.paths(number)]
+    assert len([path for path in asked if not path.startswith("blobs/")]) <= 2, asked
+    assert len(asked) <= 2 + len(ORDINARY), asked
     assert any("was fed by 127.0.0." in one["bootseer.fanout.sources"] for one in figures)
     for node in site.nodes:
         # The files of what came are nameless, and the key is nowhere.
@@ -80,6 +97,17 @@ def test_image_and_environment_leave_the_store_once(
             *(node.base / "timeline").rglob("*.jsonl"),
         ):
             assert site.variables["BOOTSEER_FANOUT_KEY"] not in path.read_text()
+
+
+def test_the_nodes_below_one_that_never_begins_read_the_store(
+    site: FanoutNodes, image: Image, recorded: Path
+) -> None:
+    subprocess.run(["cp", "-a", recorded, site.store], check=True, timeout=60)
+    root = TREES.root(0)
+    said = site.start("--image", image.source, *JOB, absent=[root])
+    assert "warning" not in said
+    moved = site.moved()
+    assert all(moved[number].requests > 0 for number in TREES.children(0, root))
 
 
 def test_nodes_that_cannot_reach_each_other_read_the_store(
