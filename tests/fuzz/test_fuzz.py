@@ -8,4 +8,4 @@ from tests.fuzz.targets import TARGETS
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_hostile_bytes_are_refused_or_within_bounds(name: str) -> None:
-    fuzz(TARGETS[name], 40, None, cpu_s=30)
+    fuzz(TARGETS[name], 60, None, cpu_s=30)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from bootseer.store import open_backend, open_store
 from bootseer.store.hdfs.native import Native
 from testbed.hdfs.classpath import unshade_class
 from testbed.hdfs.cluster import MiniHdfs
-from testbed.hdfs.running import running
 
 pytestmark = pytest.mark.hdfs
 
@@ -114,20 +112,6 @@ def test_many_blocks_at_once_keep_their_bytes(hdfs: MiniHdfs, hdfs_url: str) -> 
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         assert all(pool.map(work, range(12)))
     backend.close()
-
-
-def test_each_block_may_wait_for_the_report_of_the_one_before(tmp_path: Path) -> None:
-    """Regression: the file was begun again for each block, and given up at the ninth."""
-    # A setting of large clusters, whose NameNodes are contacted less often; on a busy machine, too.
-    late = {"dfs.blockreport.incremental.intervalMsec": "200"}
-    data = os.urandom(65536 * 14 + 1)
-    with running(MiniHdfs(tmp_path / "late", datanode_count=1, conf=late)) as cluster:
-        backend = open_backend(cluster.url + "/late?block_size_bytes=65536")
-        with backend.create("file") as writer:
-            for start in range(0, len(data), 100_000):
-                writer.write(data[start : start + 100_000])
-        assert backend.read("file") == data
-        backend.close()
 
 
 def test_a_file_deleted_under_its_writer_stays_deleted(hdfs: MiniHdfs, hdfs_url: str) -> None:
