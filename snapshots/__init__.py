@@ -14,9 +14,10 @@
 | `capture`, `sharing` | packing of a change; content that earlier blobs hold |
 | `diff` | differences between snapshots, packages and keys |
 | `catalogue`, `manifest` | snapshots in the store, and their format |
-| `key`, `key_parts`, `shown` | the key of a set-up, its encoding, words that may be shown |
+| `key`, `key_parts` | the key of a set-up, and the encoding of its parts |
+| `command_parts`, `shown` | parts from command and variables, with the words that may be shown |
 | `layers` | overlayfs upper directories |
-| `targets` | directories that a set-up changes: inference, locks, users, last state |
+| `targets`, `target_inference` | directories that a set-up changes: locks, users, last state |
 | `inputs`, `python` | files and interpreter that decide the result |
 | `commands`, `shell` | set-up commands and shell scripts, read without running them |
 | `scan` | contents of a directory, and differences between two scans |

@@ -39,7 +39,8 @@ from bootseer.snapshots.key_parts import Part
 from bootseer.snapshots.manifest import Manifest, Stored, Target, is_name
 from bootseer.snapshots.scan import STAGING_PREFIX, scan, target_path, text_of
 from bootseer.snapshots.staging import recover_targets
-from bootseer.snapshots.targets import declared_targets, locked, remember
+from bootseer.snapshots.target_inference import declared_targets
+from bootseer.snapshots.targets import locked, remember
 from bootseer.store import Store, open_own_store
 
 _ROOT = Path("/")

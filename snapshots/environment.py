@@ -50,8 +50,9 @@ from bootseer.served.users import sweep_overlays
 from bootseer.settings.config import Settings
 from bootseer.settings.values import AUTOMATIC_AGE_S
 from bootseer.snapshots import catalogue
+from bootseer.snapshots.command_parts import shown_program
 from bootseer.snapshots.key import Report, Request, Resolved, resolve, working_directory
-from bootseer.snapshots.key_parts import Part, shown_program
+from bootseer.snapshots.key_parts import Part
 from bootseer.snapshots.layers import hard_links, scan_after, scan_before
 from bootseer.snapshots.manifest import Manifest, Outside
 from bootseer.snapshots.mounted import (

@@ -22,8 +22,9 @@ from bootseer.base.package_names import normal_name
 from bootseer.base.redact import HIDDEN, secret_values, strip_logins
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.linux.root_paths import WorkingDirectory, resolve_in_root
+from bootseer.snapshots.command_parts import Public
 from bootseer.snapshots.commands import Hints, hints_of_script, is_on, merged, moved_to
-from bootseer.snapshots.key_parts import Part, Public
+from bootseer.snapshots.key_parts import Part
 from bootseer.snapshots.shell import COMPUTED, SHELLS, as_text, base_name, filled, has_marks
 from bootseer.snapshots.shown import shown_values
 

@@ -23,6 +23,13 @@ from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.linux.processes import KILLED_S, wait_readable
 from bootseer.linux.root_paths import WorkingDirectory, find_program
 from bootseer.linux.scripts import RunOptions, as_script
+from bootseer.snapshots.command_parts import (
+    command_part,
+    decides,
+    hidden_words,
+    secret_part,
+    variable_parts,
+)
 from bootseer.snapshots.commands import FILE_VARIABLES, Hints, hints_of, is_on
 from bootseer.snapshots.inputs import (
     TOOLS,
@@ -33,16 +40,7 @@ from bootseer.snapshots.inputs import (
     shared_part_name,
     with_names,
 )
-from bootseer.snapshots.key_parts import (
-    Part,
-    base_part_name,
-    command_part,
-    decides,
-    fingerprint,
-    hidden_words,
-    secret_part,
-    variable_parts,
-)
+from bootseer.snapshots.key_parts import Part, base_part_name, fingerprint
 from bootseer.snapshots.layers import Layers
 from bootseer.snapshots.python import (
     Runner,
@@ -54,7 +52,8 @@ from bootseer.snapshots.python import (
 from bootseer.snapshots.scan import NOTHING, text_of
 from bootseer.snapshots.shell import filled
 from bootseer.snapshots.shown import hide_atoms, is_known_program
-from bootseer.snapshots.targets import declared_targets, infer_targets, shown_paths
+from bootseer.snapshots.target_inference import declared_targets, infer_targets
+from bootseer.snapshots.targets import shown_paths
 
 Report = Callable[[str], None]
 """Gets one sentence for people at a time."""

@@ -1,33 +1,18 @@
 """Parts of a key, and their encoding: SHA-256 over named values.
 
 The parts are stored in the manifest, so that a miss can be explained. No part holds a secret:
-everything hidden decides together, through scrypt (`secret_part`). Pure.
+everything hidden decides together, through scrypt (`command_parts.secret_part`). Pure.
 """
 
 import hashlib
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 from msgspec import Struct
 
-from bootseer.base.redact import secret_values
-from bootseer.errors import UnsupportedError
 from bootseer.snapshots.scan import text_of
-from bootseer.snapshots.shown import hidden_atoms, shown_command, shown_script, shown_values
 
 # In front of the encoded parts: another way to encode them makes other keys, never equal ones.
 _DOMAIN = b"bootseer snapshot fingerprint 1\n"
-_DEFAULT_VARIABLE = re.compile(r"(PIP|UV|CONDA)_[A-Z_]*(URL|URLS|CHANNELS|INDEX|INDEXES)")
-# Options of pip and uv that decide what is installed, or where, like those on the command line.
-_OPTION_VARIABLES = {
-    *(f"PIP_{name}" for name in ("TARGET", "PREFIX", "ROOT", "USER", "PRE", "NO_DEPS")),
-    *("PIP_NO_BINARY", "PIP_ONLY_BINARY", "PIP_PREFER_BINARY"),
-    *("UV_PYTHON", "UV_SYSTEM_PYTHON", "UV_PROJECT_ENVIRONMENT", "UV_TORCH_BACKEND"),
-    *("UV_RESOLUTION", "UV_PRERELEASE", "UV_EXCLUDE_NEWER", "UV_NO_BINARY", "UV_NO_BUILD"),
-}
-SET, UNSET = "set", "unset"
-"""The two values of a declared variable in a fingerprint."""
 
 SECRETS = "secrets"
 """The part that all secrets share."""
@@ -52,93 +37,6 @@ def fingerprint(parts: Iterable[Part]) -> str:
             data = text.encode("utf-8", "surrogateescape")
             digest.update(b"%d:%b," % (len(data), data))
     return digest.hexdigest()
-
-
-class Public(Struct, frozen=True):
-    """Parts that every reader of the store may see, and what decides the result beside them."""
-
-    parts: tuple[Part, ...]
-    secrets: tuple[str, ...]
-
-
-def command_part(command: Sequence[str], environ: Mapping[str, str] | None = None) -> Public:
-    """Return the set-up command as JSON, with only the words that may be shown.
-
-    `environ`: its environment, whose secrets are hidden wherever the command has them. Users in
-    URLs do not decide at all.
-    """
-    words, hidden = shown_command(command, secret_values(environ or {}))
-    return Public((Part("command", json.dumps(words, ensure_ascii=True)),), hidden)
-
-
-def shown_program(command: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the first word of the command as messages may show it."""
-    return shown_command(command, secret_values(environ))[0][0]
-
-
-def hidden_words(
-    command: Sequence[str], scripts: Iterable[str], environ: Mapping[str, str]
-) -> frozenset[str]:
-    """Return the words of a command and its scripts, and pieces of them, that must be hidden."""
-    known = secret_values(environ)
-    shown, hidden = shown_command(command, known)
-    all_hidden = list(hidden)
-    for text in scripts:
-        shown_text, found = shown_script(text, known)
-        shown.append(shown_text)
-        all_hidden += found
-    return hidden_atoms(shown, all_hidden)
-
-
-def decides(name: str) -> bool:
-    """Return whether a variable's value is in each key, without being declared."""
-    return bool(_DEFAULT_VARIABLE.fullmatch(name)) or name in _OPTION_VARIABLES
-
-
-def variable_parts(environ: Mapping[str, str], names: Iterable[str]) -> Public:
-    """Parts of the declared variables, and of pip's and uv's own that name an index or an option.
-
-    A declared value may be a secret, so the part only says that there is one; an index URL is kept
-    without its user, which changes more often than what the index serves.
-    """
-    parts = {}
-    secrets: list[str] = []
-    known = secret_values(environ)
-    for name in environ:
-        if decides(name):
-            shown, found = shown_values(environ[name], known)
-            parts[name] = Part(f"env {name}", shown)
-            secrets += found
-    for name in sorted(set(names)):
-        value = environ.get(name)
-        if value is None:
-            parts[name] = Part(f"env {name}", UNSET)
-        elif name not in parts:
-            parts[name] = Part(f"env {name}", SET)
-            secrets.append(f"{name}={value}")
-    return Public(tuple(sorted(parts.values())), tuple(secrets))
-
-
-def secret_part(parts: Sequence[Part], secrets: Sequence[str]) -> list[Part]:
-    """Return one part for all secrets together, so that none can be tested without the others.
-
-    Its value is scrypt(2) of RFC 7914 over their list, with the other parts as the salt. It takes
-    about 40 ms and 16 MiB, here and for each guess. A store's readers know the salt, so this slows
-    down a search for a value with few possibilities, and no more.
-
-    Raises: UnsupportedError if Python has no scrypt.
-    """
-    if not secrets:
-        return []
-    data = json.dumps(list(secrets), ensure_ascii=True).encode("ascii")
-    try:
-        key = hashlib.scrypt(data, salt=bytes.fromhex(fingerprint(parts)), n=1 << 14, r=8, p=1)
-    except (AttributeError, ValueError) as error:
-        raise UnsupportedError(
-            f"this Python has no scrypt, which keeps secrets out of snapshots ({error}); take them "
-            "out of the set-up's words and --input-env"
-        ) from error
-    return [Part(SECRETS, "scrypt:" + key[:32].hex())]
 
 
 def base_part_name(target: bytes) -> str:

@@ -31,7 +31,6 @@ from bootseer.linux.processes import is_in_user_namespace
 from bootseer.served.processes import TREE, Process, may_mount, start
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
-from bootseer.snapshots.key import Report
 from bootseer.snapshots.manifest import Manifest, Target
 from bootseer.snapshots.mounted import (
     LINK,
@@ -391,7 +390,7 @@ def restore_snapshot(
     *,
     relocates: bool = False,
     allows_system: bool = False,
-    report: Report = lambda sentence: None,
+    report: Callable[[str], None] = lambda sentence: None,
     process: Process | None = None,
 ) -> Manifest:
     """Put a snapshot in place, or a plain one into `directory`, and return its manifest.
@@ -454,7 +453,11 @@ def _check_targets(key: str, placed: Sequence[Placed]) -> None:
 
 
 def _restore_relocated(
-    settings: Settings, store: Store, manifest: Manifest, directory: Path, report: Report
+    settings: Settings,
+    store: Store,
+    manifest: Manifest,
+    directory: Path,
+    report: Callable[[str], None],
 ) -> None:
     from bootseer.snapshots.relocation import restore_relocated
 

@@ -6,14 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.base.redact import strip_logins
+from bootseer.snapshots.command_parts import command_part, secret_part, variable_parts
 from bootseer.snapshots.key import Request, resolve
-from bootseer.snapshots.key_parts import (
-    Part,
-    command_part,
-    fingerprint,
-    secret_part,
-    variable_parts,
-)
+from bootseer.snapshots.key_parts import Part, fingerprint
 from testbed.wheels import make_wheel
 
 _PARTS = st.lists(st.builds(Part, st.text(max_size=8), st.text(max_size=8)), max_size=6)

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootseer.snapshots.command_parts import command_part, secret_part, variable_parts
 from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.explain import explain_setup
 from bootseer.snapshots.key import Request, Resolved, resolve
-from bootseer.snapshots.key_parts import Part, command_part, secret_part, variable_parts
+from bootseer.snapshots.key_parts import Part
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.secret_commands import COMMANDS, SECRET, SECRETS
 

@@ -10,7 +10,7 @@ from bootseer.snapshots import python as asking
 from bootseer.snapshots.commands import hints_of
 from bootseer.snapshots.key import Request, resolve, run_plainly
 from bootseer.snapshots.python import Interpreter, find_python, parse, probe, remembered
-from bootseer.snapshots.targets import declared_targets, infer_targets
+from bootseer.snapshots.target_inference import declared_targets, infer_targets
 
 
 def _interpreter(prefix: str, base: str) -> Interpreter:
