@@ -33,7 +33,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from bootseer.fanout.trees import STORE, Trees
+from bootseer.fanout.trees import STORE, TREE_COUNT, Trees
 
 HEARTBEAT_S = 0.25
 """Interval of the heartbeats of a source that has nothing to send."""
@@ -88,7 +88,7 @@ nobody answers waits."""
 _HELP_S = 0.6
 """Time that a tree must still take to be read from two nodes."""
 _RANDOM_COUNT, _LAST_ASK_COUNT, _READERS_MAX = 6, 16, 4
-_TOP_COUNT, _NEWEST_MAX, _SEARCHES_MAX = 7, 4, 4
+_TOP_COUNT, _NEWEST_MAX, _SEARCHES_MAX, _LEFT_MAX = 7, 4, 4, 3
 
 
 class Reason(Enum):
@@ -122,6 +122,10 @@ _BAN_S = {
     Reason.CIRCLE: 1.0,
 }
 """Seconds for which a source that was left is not used again; each time twice as many."""
+
+
+_FAULTS = frozenset((Reason.WRONG, Reason.SILENT, Reason.IDLE, Reason.SLOW, Reason.STARVED))
+"""Reasons for which a source that was left may be faulty."""
 
 
 class Offer(Struct, frozen=True):
@@ -298,6 +302,8 @@ class SourcePlan:
         """When nodes may be asked again."""
         self._readers: list[int] = []
         """Nodes that read the store."""
+        self._left: list[int] = []
+        """Sources that were left as faulty, the last ones."""
         self._newest: dict[int, float] = {}
         """When the nodes that began last did so."""
         self._has_begun = self._has_met_parent = False
@@ -346,6 +352,7 @@ class SourcePlan:
         if reason is not Reason.REFUSED or not self._waits_for_parent(now_s):
             has_sent = self._meter.arrived_s > self._since_s
             self._bans.add(now_s, self.source, reason, has_sent=has_sent)
+            self._note_left(reason)
         self._lost_s, self._depth = now_s, len(self._offer.path) or len(self._ancestors)
         self._lost_source, self.source, self._reason = self.source, None, reason
         self._is_second_round, self._has_answer, self._ask_s = False, False, now_s
@@ -681,6 +688,8 @@ class SourcePlan:
         likely += [*self._ancestors[1:3], *self._ancestors[-1:]]
         if parent != STORE:
             likely += trees.children(tree, parent)
+        # Whoever feeds a faulty node has a place free, in either tree.
+        likely += [trees.parent(one, left) for left in self._left for one in range(TREE_COUNT)]
         return [*likely, trees.parent(1 - tree, node), *trees.children(tree, node)]
 
     def _ask(self, now_s: float, likely: Iterable[int], pause_s: float = 0.0) -> Ask:
@@ -705,8 +714,14 @@ class SourcePlan:
 
     # Moves
 
+    def _note_left(self, reason: Reason) -> None:
+        if self.source not in (None, STORE) and reason in _FAULTS:
+            left = [one for one in self._left if one != self.source]
+            self._left = [*left, self.source][-_LEFT_MAX:]
+
     def _leave(self, now_s: float, source: int, reason: Reason) -> Take:
         self._bans.add(now_s, self.source, reason)
+        self._note_left(reason)
         self._patience = min(2 * self._patience, _PATIENCE_MAX)
         return self._take(now_s, source, reason)
 

@@ -91,6 +91,19 @@ def test_nodes_that_begin_late_read_from_those_that_began_last() -> None:
     assert outcome.copies < 1.2
 
 
+def test_places_that_two_slow_neighbours_leave_free_are_found() -> None:
+    """A named fault: the stand-in of one was the other one, and three were fed for the rest."""
+    dice = random.Random(1)
+    joined_s = {n: dice.random() for n in range(250)}
+    outcome = run(
+        World(
+            250, chunk_bytes=4 << 20, rate=125e6, hop_s=0.001, tick_s=0.25, slow=(91, 92),
+            joined_s=joined_s,
+        )
+    )  # fmt: skip
+    assert outcome.ratio < 1.38
+
+
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_hostile_member_near_the_store_costs_little(level: int) -> None:
     root = Trees(32).root(0)
