@@ -74,7 +74,10 @@ def _by_folder(settings: Settings, key: str) -> str:
 
 
 def _by_store(settings: Settings, key: str) -> str:
-    """Agree among the nodes that share the store. A copy of this process asks."""
+    """Agree among the nodes that share the store. Where it may hang, a copy of this process asks.
+
+    Raises: BootseerError.
+    """
     # Imported before the fork: a start with a store needs this code later, too.
     from bootseer.store import open_backend
     from bootseer.store.objects.lease import agree_on_token
@@ -82,24 +85,30 @@ def _by_store(settings: Settings, key: str) -> str:
     def is_used(token: str) -> bool:
         return _had_before(settings, token[:_NAME_LENGTH])
 
-    def ask() -> bytes:
-        lease = f"leases/starts/{settings.job}/{key}"
-        try:
-            with contextlib.closing(open_backend(settings.store_url, deadline_s=_DEADLINE_S)) as at:
-                token = agree_on_token(
-                    at, lease, ttl_s=_TOGETHER_S, owner=settings.node, is_used=is_used
-                )
-        except Exception as error:
-            _log.info("cannot agree with other nodes through the store on a submission: %s", error)
-            return b""
-        return token[:_NAME_LENGTH].encode()
+    with contextlib.closing(open_backend(settings.store_url, deadline_s=_DEADLINE_S)) as backend:
 
-    limit_s = min(_DEADLINE_S, WAIT_BUDGET.left_s)
-    began_s = time.monotonic()
-    answer = run_forked(ask, limit_s).decode()
-    if not answer:
-        WAIT_BUDGET.spend(time.monotonic() - began_s)
-    return answer
+        def ask() -> str:
+            lease = f"leases/starts/{settings.job}/{key}"
+            token = agree_on_token(
+                backend, lease, ttl_s=_TOGETHER_S, owner=settings.node, is_used=is_used
+            )
+            return token[:_NAME_LENGTH]
+
+        def ask_in_copy() -> bytes:
+            try:
+                return ask().encode()
+            except Exception as error:
+                _log.info("cannot agree with other nodes on a submission: %s", error)
+                return b""
+
+        if backend.is_of_this_node:
+            return ask()
+        limit_s = min(_DEADLINE_S, WAIT_BUDGET.left_s)
+        began_s = time.monotonic()
+        answer = run_forked(ask_in_copy, limit_s).decode()
+        if not answer:
+            WAIT_BUDGET.spend(time.monotonic() - began_s)
+        return answer
 
 
 def _had_before(settings: Settings, submission: str) -> bool:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-_ESCAPED = re.compile(rb"\\([0-7]{3})")
-_USER = re.compile(rb"\buser_id=(\d+)")
+# Compiled when they are needed, since every start with a store in a folder loads this module.
+_ESCAPED = rb"\\([0-7]{3})"
+_USER = rb"\buser_id=(\d+)"
 
 
 class FuseMount(Struct, frozen=True):
@@ -44,7 +45,9 @@ class MountInfoLine(NamedTuple):
 
 
 def _unescape(field: bytes) -> bytes:
-    return _ESCAPED.sub(lambda m: bytes([int(m[1], 8)]), field)
+    if b"\\" not in field:
+        return field
+    return re.sub(_ESCAPED, lambda m: bytes([int(m[1], 8)]), field)
 
 
 def parse_lines(text: bytes) -> Iterator[MountInfoLine]:
@@ -65,7 +68,7 @@ def parse_mountinfo(text: bytes) -> Iterator[FuseMount]:
     for line in parse_lines(text):
         kind, _, subtype = line.kind.partition(b".")
         if kind == b"fuse":
-            user = _USER.search(line.super_options)
+            user = re.search(_USER, line.super_options)
             yield FuseMount(
                 path=Path(os.fsdecode(line.path)),
                 device_minor=line.minor,

@@ -191,6 +191,8 @@ class Backend(ABC):
     url: str
     """Root URL for messages, without credentials."""
     traits: Traits
+    is_of_this_node = False
+    """Whether calls wait for nothing but a disk of this node."""
     writer_bytes = 0
     """Largest memory that the client library takes for an open writer, besides the data passed to
     it and `Writer.held_bytes`."""

@@ -9,6 +9,8 @@ from bootseer.base.redact import public_url
 from bootseer.base.urls import check_spelling
 from bootseer.errors import InvalidInputError
 
+TEMPORARY = ".tmp"
+"""Folder of temporary files, and of renewals and successors of leases; hidden from listings."""
 # NAME_MAX of every Linux file system, and the default of HDFS
 # (dfs.namenode.fs-limits.max-component-length).
 NAME_MAX_BYTES = 255

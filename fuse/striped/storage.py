@@ -34,7 +34,7 @@ class StripedStorage(Closing):
         *,
         memory_bytes: int,
         grace_s: float = DEFAULT_GRACE_S,
-        thread_count: int = 16,
+        thread_count: int = 20,
     ) -> None:
         """Raises InvalidInputError where the memory is too small for the stripe unit."""
         least = _MIN_UNITS * settings.stripe_unit_bytes

@@ -115,6 +115,12 @@ class FileView:
             base += segment.size_bytes
 
     @property
+    def round_bytes(self) -> int:
+        """Number of bytes that lie on as many stored files as possible; 0 of an ordinary file."""
+        segments = self.layout.segments if self.layout is not None else ()
+        return max((len(one.parts) * one.stripe_unit_bytes for one in segments), default=0)
+
+    @property
     def plain_version(self) -> str:
         """The version of an ordinary file: its identity without the path at the start."""
         return self.identity.partition("\0")[2]

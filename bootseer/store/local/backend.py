@@ -35,6 +35,7 @@ from bootseer.store.deadline import (
 from bootseer.store.local.beneath import (
     make_directory,
     open_directory,
+    publish_temporary,
     rename_exclusive,
     sync_fd,
 )
@@ -46,7 +47,7 @@ from bootseer.store.local.network import (
     NetworkWriter,
     lies_on_network,
 )
-from bootseer.store.paths import PathMixin, check_range, local_root, split_path
+from bootseer.store.paths import TEMPORARY, PathMixin, check_range, local_root, split_path
 from bootseer.transfer.attempt import Attempt
 
 Result = TypeVar("Result")
@@ -80,6 +81,11 @@ class LocalBackend(PathMixin, Backend):
         return cls(local_root(url), deadline_s=deadline_s)
 
     # ---- deadlines ------------------------------------------------------------------------------
+
+    @property
+    def is_of_this_node(self) -> bool:  # type: ignore[override]
+        """Whether the folder is on a disk of this node."""
+        return not self._waits
 
     @property
     def _waits(self) -> bool:
@@ -219,7 +225,7 @@ class LocalBackend(PathMixin, Backend):
             if overwrite:
                 os.replace(move[1], move[3], src_dir_fd=move[0], dst_dir_fd=move[2])
             else:
-                rename_exclusive(*move)
+                (publish_temporary if sources[0] == TEMPORARY else rename_exclusive)(*move)
             sync_fd(target_parent)
             sync_fd(source_parent)
         except OSError as error:

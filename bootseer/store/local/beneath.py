@@ -122,6 +122,22 @@ def _renameat2() -> Any:
     return call
 
 
+def publish_temporary(source_fd: int, source: str, target_fd: int, target: str) -> None:
+    """Move a temporary file to a free name, or raise FileExistsError if `target` exists.
+
+    For a moment the file has both names. Without ctypes, whose import takes longer than the rest of
+    the package, and which most starts need for nothing else.
+    """
+    try:
+        os.link(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd, follow_symlinks=False)
+    except FileExistsError:
+        raise
+    except OSError:  # not every file system has links
+        rename_exclusive(source_fd, source, target_fd, target)
+    else:
+        os.unlink(source, dir_fd=source_fd)
+
+
 def rename_exclusive(source_fd: int, source: str, target_fd: int, target: str) -> None:
     """Rename a file or directory atomically, or raise FileExistsError if `target` exists.
 

@@ -43,7 +43,8 @@ from bootseer.errors import (
     NotFoundError,
 )
 from bootseer.store.backend import Backend
-from bootseer.store.objects.publish import TEMPORARY, publish_object
+from bootseer.store.objects.publish import publish_object
+from bootseer.store.paths import TEMPORARY
 
 logger = logging.getLogger(__name__)
 

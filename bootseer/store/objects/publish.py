@@ -10,11 +10,10 @@ from pathlib import Path
 
 from bootseer.errors import AlreadyExistsError, BootseerError, UnavailableError, from_oserror
 from bootseer.store.backend import Backend
+from bootseer.store.paths import TEMPORARY
 
 logger = logging.getLogger(__name__)
 
-# Folder of temporary files, and of renewals and successors of leases; hidden from listings.
-TEMPORARY = ".tmp"
 # Size of the pieces in which a file is sent.
 _PIECE_BYTES = 4 << 20
 

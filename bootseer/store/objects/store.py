@@ -18,8 +18,8 @@ from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, Not
 from bootseer.store.backend import Backend, FileInfo, IsFolder, Reader
 from bootseer.store.local.marked_folder import MARK, mark_store, remember
 from bootseer.store.objects.lease import Lease, LeaseWatch, acquire
-from bootseer.store.objects.publish import TEMPORARY, publish_object
-from bootseer.store.paths import split_path
+from bootseer.store.objects.publish import publish_object
+from bootseer.store.paths import TEMPORARY, split_path
 from bootseer.store.single_flight import SingleFlight
 from bootseer.transfer.attempt import Attempt
 

@@ -12,8 +12,7 @@ _SLACK_BYTES = 2 * 2**20
 # How far to read ahead, as a multiple of what was read: a header of a few KiB that is read in small
 # pieces must not start megabytes of reads.
 _GROWTH = 4
-# Enough that every part of a default file (8 units of 4 MiB) is fetched while another such round
-# is being read.
+# The least window at the start, and the most that is read ahead for the first large read alone.
 START_WINDOW_BYTES = 64 * 2**20
 # From here on whole stripe units are fetched.
 _UNITS_FROM_BYTES = 512 * 2**10
@@ -26,6 +25,8 @@ class _ReadStream(Struct):
     used_s: float
     is_sequential: bool
     window_bytes: int
+    least_bytes: int = 0
+    """Read-ahead from the first large read on."""
     widened_until: int = 0
     """Offset up to which the window is not widened again."""
 
@@ -43,16 +44,23 @@ class Advice(Struct, frozen=True):
 class StreamTracker:
     """The streams of one file."""
 
-    def __init__(self, window_bytes: int = START_WINDOW_BYTES) -> None:
-        """Track with windows of `window_bytes`, which `held_up` widens."""
+    def __init__(self, window_bytes: int = START_WINDOW_BYTES, first_bytes: int = 0) -> None:
+        """Track with windows of `window_bytes`, which `held_up` widens.
+
+        `first_bytes`: bytes to read ahead at once for a reader that begins at the start of the
+        file.
+        """
         self._streams: list[_ReadStream] = []
         self._window_bytes = window_bytes
+        self._first_bytes = first_bytes
 
     def observe(self, start: int, end: int, window_max_bytes: int, now_s: float) -> Advice:
         """Note a read of `[start, end)`; return which bytes to fetch for it and ahead of it."""
         stream = self._match(start)
         if stream is None:
             stream = _ReadStream(end, end - start, end, now_s, False, self._window_bytes)
+            if not start:
+                stream.least_bytes = self._first_bytes
             self._streams.append(stream)
             if len(self._streams) > MAX_STREAMS:
                 self._streams.remove(min(self._streams, key=lambda old: old.used_s))
@@ -72,7 +80,7 @@ class StreamTracker:
         if stream.read_bytes < _UNITS_FROM_BYTES:
             return Advice(False, end, end)
         window_bytes = min(stream.window_bytes, window_max_bytes)
-        ahead_end = end + min(_GROWTH * stream.read_bytes, window_bytes)
+        ahead_end = end + min(stream.least_bytes + _GROWTH * stream.read_bytes, window_bytes)
         ahead_start = max(stream.ahead, end)
         stream.ahead = max(ahead_end, ahead_start)
         return Advice(True, ahead_start, stream.ahead)

@@ -22,6 +22,9 @@ from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.engine import JobState, ReadInto, ReadJob, Try
 
 _BLOCKS_AHEAD = 4
+# Units of each part within the window: one is handed to the reader, two are fetched, and one waits,
+# so that no server idles until the reader has come further.
+_ROUNDS_AHEAD = 4
 # A missing file may be seen a moment later, where several servers answer for the storage.
 _MISSING_TRIES = 3
 
@@ -41,7 +44,10 @@ class OpenFile:
     def __init__(self, view: FileView) -> None:
         self.view = view
         # Of an ordinary file only the blocks that the window spans are read at once.
-        self.streams = StreamTracker(max(START_WINDOW_BYTES, _BLOCKS_AHEAD * view.block_bytes))
+        window_bytes = max(_BLOCKS_AHEAD * view.block_bytes, _ROUNDS_AHEAD * view.round_bytes)
+        self.streams = StreamTracker(
+            max(START_WINDOW_BYTES, window_bytes), min(START_WINDOW_BYTES, view.round_bytes)
+        )
         self.parts = OpenedParts(are_checked=view.layout is not None)
         self.active_count = 0
         """Count of active streams, as of the last time they were counted."""

@@ -1,5 +1,6 @@
 """The store's promises: objects appear whole, once, and a listing shows keys only."""
 
+import errno
 import os
 import signal
 import string
@@ -428,3 +429,17 @@ def test_an_object_that_several_threads_read_is_opened_once(tmp_path: Path) -> N
         store.publish("a", b"12345")
         assert race(8, read) == 8
     assert opened == ["a"]
+
+
+def test_a_folder_without_links_keeps_the_first_of_two_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with open_store(str(tmp_path / "store")) as store:
+        assert store.publish("key", b"first")
+        assert not store.publish("key", b"second")
+        assert store.read("key") == b"first"
+        assert not left_behind(store)

@@ -17,6 +17,7 @@ from bootseer.fuse.striped.reading.streams import StreamTracker
 from bootseer.fuse.striped.tools.copy import copy_out
 from bootseer.fuse.striped.writing.tail import Tail
 from bootseer.store.local.backend import LocalBackend
+from testbed.waiting import wait_for
 from tests.fuse.striped.support.harness import Driver, storage_on
 
 MIB = 2**20
@@ -199,6 +200,18 @@ def test_the_window_grows_with_what_was_read_and_no_further_than_its_share() -> 
         assert advice.ahead_end - position <= 8 * MIB
         ahead = max(ahead, advice.ahead_end - position)
     assert ahead == 8 * MIB
+
+
+def test_who_begins_at_the_start_is_read_to_from_all_parts_at_once(tmp_path: Path) -> None:
+    """Regression: until the first unit was here, six of eight DataNodes had nothing to do."""
+    with storage_on(tmp_path, unit=MIB, count=8, memory_bytes=64 * MIB) as storage:
+        driver = Driver(storage)
+        driver.write("f", bytes(20 * MIB), step=MIB)
+        file = storage.reader.open(storage.tree.stored.view("f"))
+        before = storage.reader.fetched_bytes
+        storage.reader.read_bytes(file, 0, MIB)
+        wait_for(lambda: storage.reader.fetched_bytes - before >= 9 * MIB, "read-ahead")
+        storage.reader.close(file)
 
 
 def test_random_reads_are_no_stream() -> None:
