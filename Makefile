@@ -46,7 +46,7 @@ endef
 .PHONY: bench-smoke demo test durations fuzz test-kubernetes test-slurm test-dockerfiles test-pythons test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
 
 demo: system-demo $(VENV)/usable
-	$(BIN)/bootseer demo
+	@$(BIN)/bootseer demo
 
 test: system-test $(VENV)/ready $(VENV)/formats
 	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
@@ -138,10 +138,11 @@ system-test:
 
 # What a node needs, and nothing else: enough for the demo.
 $(VENV)/usable: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Bootseer needs Python 3.11 or newer; set PYTHON=")'
-	test -x $(BIN)/uv || $(OUTER_PIP) || { $(PYTHON) -m venv $(VENV) && $(PIP_INSTALL) uv; }
-	$(UV_INSTALL) --editable . || $(PIP_INSTALL) --editable .
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Bootseer needs Python 3.11 or newer; set PYTHON=")'
+	@echo "setting up $(VENV), once"
+	@test -x $(BIN)/uv || $(OUTER_PIP) || { $(PYTHON) -m venv $(VENV) && $(PIP_INSTALL) uv; }
+	@$(UV_INSTALL) --editable . || $(PIP_INSTALL) --editable .
+	@touch $@
 
 $(VENV)/ready: $(VENV)/usable
 	$(UV_INSTALL) --editable '.[dev,bench]' || $(PIP_INSTALL) --editable '.[dev,bench]'

@@ -146,7 +146,7 @@ def emit_table(
     # Written here, since the console ends the program if stdout is closed.
     with console.capture() as captured:
         console.print(table)
-    sys.stdout.write(captured.get())
+    sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
 def _tolerate_any_text() -> None:

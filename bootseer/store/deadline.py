@@ -9,15 +9,17 @@ child starts without helpers.
 """
 
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import DeadlineError, UnavailableError
+
+if TYPE_CHECKING:
+    import queue
 
 Result = TypeVar("Result")
 
@@ -106,6 +108,8 @@ class DeadlineCaller:
 
     def reset(self) -> None:
         """Start without helpers. A forked child calls this: threads stay in the parent."""
+        import queue  # here, since a folder on a disk of this node needs no helper
+
         self._queue: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads_count = 0

@@ -9,7 +9,6 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.linux.processes import ProcessId
-from bootseer.profile.publish.endpoints import endpoints
 from bootseer.settings.config import Settings
 
 
@@ -39,7 +38,11 @@ class RoundResult(Struct, frozen=True):
 
 def is_wanted(settings: Settings) -> bool:
     """Return whether timelines of these settings are published anywhere."""
-    return is_stored(settings) or settings.metrics_dir is not None or bool(endpoints(os.environ))
+    if is_stored(settings) or settings.metrics_dir is not None:
+        return True
+    from bootseer.profile.publish.endpoints import endpoints  # here: most starts have a store
+
+    return bool(endpoints(os.environ))
 
 
 def is_stored(settings: Settings) -> bool:

@@ -7,6 +7,7 @@ thread-safe and keeps no descriptor open.
 """
 
 import errno
+import functools
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -67,7 +68,6 @@ class LocalBackend(PathMixin, Backend):
         # Whether the folder is marked as a store; None before the first use.
         self._is_marked: bool | None = None
         self.deadline_s = deadline_s or DEFAULT_DEADLINE_S
-        self._caller = DeadlineCaller("bootseer-folder")
         self._is_remote: bool | None = None
 
     @property
@@ -81,6 +81,11 @@ class LocalBackend(PathMixin, Backend):
         return cls(local_root(url), deadline_s=deadline_s)
 
     # ---- deadlines ------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _caller(self) -> DeadlineCaller:
+        """Helper threads, which a folder on a disk of this node does not need."""
+        return DeadlineCaller("bootseer-folder")
 
     @property
     def is_of_this_node(self) -> bool:  # type: ignore[override]
@@ -299,7 +304,8 @@ class LocalBackend(PathMixin, Backend):
 
     def close(self) -> None:
         """Release the helper threads."""
-        self._caller.close()
+        if "_caller" in vars(self):
+            self._caller.close()
 
     def _open(self, path: str) -> tuple[int, int]:
         """Return a descriptor and the size of a regular file."""

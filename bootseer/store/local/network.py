@@ -7,7 +7,6 @@ waiting when there was no progress for the deadline.
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
@@ -27,11 +26,18 @@ _SYNC_BYTES = 256 << 20
 _SLOWEST_FLUSH_BYTES_PER_S = 4_000_000
 _LINKS_MAX = 40
 """Number of symbolic links that Linux follows at most."""
-_NETWORK = re.compile(
-    r"nfs4?|lustre|ceph|cifs|smb3|smbfs|beegfs|gpfs|glusterfs|9p|virtiofs|afs|wekafs|panfs|pvfs2"
-    r"|orangefs|coda|autofs|fuse|fuse\..*"
+_NETWORK = frozenset(
+    (
+        *("nfs", "nfs4", "lustre", "ceph", "cifs", "smb3", "smbfs", "beegfs", "gpfs", "glusterfs"),
+        *("9p", "virtiofs", "afs", "wekafs", "panfs", "pvfs2", "orangefs", "coda", "autofs"),
+        "fuse",
+    )
 )
 """Types of file systems whose calls may wait for another machine or for a program."""
+
+
+def _is_network(kind: str) -> bool:
+    return kind in _NETWORK or kind.startswith("fuse.")
 
 
 def lies_on_network(path: str, mounts: Iterable[MountPoint]) -> bool:
@@ -42,14 +48,14 @@ def lies_on_network(path: str, mounts: Iterable[MountPoint]) -> bool:
     kinds = {os.fsdecode(mount.path): os.fsdecode(mount.kind) for mount in mounts}
     left = [name for name in os.path.normpath(path).split("/") if name][::-1]
     at, links_count = "/", 0
-    is_remote = bool(_NETWORK.fullmatch(kinds.get("/", "")))
+    is_remote = _is_network(kinds.get("/", ""))
     while left:
         name = left.pop()
         if name == "..":
             at = os.path.dirname(at)
             continue
         below = os.path.join(at, name)
-        if _NETWORK.fullmatch(kinds.get(below, "")):
+        if _is_network(kinds.get(below, "")):
             return True
         if below in kinds:
             is_remote = False

@@ -25,6 +25,7 @@ UNUSED = (
     "hmac",
     "msgspec.json",
     "platform",
+    "queue",
     "random",
     "secrets",
     "shlex",
