@@ -69,6 +69,8 @@ _IDLE_S = 10.0
 _STALLED_S = 5.0
 """How long a child may take nothing before it loses its stream."""
 _STORE_IN_FLIGHT = 2
+"""Chunks of a tree that are read from the store at once, unless the object says otherwise."""
+_STORE_THREADS = 32
 _STORE_PAUSE_S = 1.0
 _CONNECTIONS_MAX = 512
 """A group of nodes that hand over their timelines, and as many others."""
@@ -132,6 +134,7 @@ class _Share:
         self.lock = threading.Condition()
         self.file = -1
         self.origin: Origin | None = None
+        self.in_flight = _STORE_IN_FLIGHT
         self.chunks: ChunkList | None = None
         self.has = bytearray()
         self.counts = [0] * TREE_COUNT
@@ -306,7 +309,7 @@ class Exchange(Closing):
         self._fed: list[SourceRecord] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
-        self._pool = ThreadPoolExecutor(2 * TREE_COUNT * _STORE_IN_FLIGHT, "fanout-store")
+        self._pool = ThreadPoolExecutor(_STORE_THREADS, "fanout-store")
         self._listener = _listen(addresses[own][1]) if listener is None else listener
         self._listener.setblocking(False)
         self._loop = asyncio.new_event_loop()
@@ -324,14 +327,18 @@ class Exchange(Closing):
 
     # For users, in any thread
 
-    def join(self, name: bytes, file: Path, origin: Origin) -> None:
+    def join(
+        self, name: bytes, file: Path, origin: Origin, in_flight: int = _STORE_IN_FLIGHT
+    ) -> None:
         """Begin to get the object `name` into `file`, and to feed it to others. Does not wait.
+
+        `in_flight`: chunks of each tree that may be read from the store at once.
 
         Raises: OSError when the file cannot be made; UnavailableError when closed.
         """
         number = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            self._call(self._join(name, origin, number))
+            self._call(self._join(name, origin, number, in_flight))
         except BaseException:
             os.close(number)
             raise
@@ -446,11 +453,12 @@ class Exchange(Closing):
                 settle(waiting, True)
         return share
 
-    async def _join(self, name: bytes, origin: Origin, file: int) -> None:
+    async def _join(self, name: bytes, origin: Origin, file: int, in_flight: int) -> None:
         share = self._share(name)
         if share.file >= 0:
             raise InvalidInputError(f"the object {name.hex()[:12]} is joined already")
         share.joined(origin, file)
+        share.in_flight = in_flight
         now_s = time.monotonic()
         share.plans = [
             SourcePlan(self._trees, self._own, tree, chunk_bytes=1 << 20, random=dice, now_s=now_s)
@@ -645,7 +653,7 @@ class Exchange(Closing):
                     share.plans[tree].count = share.counts[tree]
 
             async with asyncio.TaskGroup() as group:
-                for _ in range(_STORE_IN_FLIGHT):
+                for _ in range(share.in_flight):
                     group.create_task(lane())
         except* Exception as group_error:
             error = group_error.exceptions[0]

@@ -85,7 +85,10 @@ _LOOK_S = 0.2
 _DOCUMENT_S = 6.0
 """Longest wait for a document: longer than ten thousand nodes wait for each other."""
 _PROBES_MAX, _PROBE_S = 6, 0.7
-_STORE_THREADS = 4
+_STORE_THREADS = 8
+_IN_FLIGHT_MIN, _IN_FLIGHT_MAX, _NEXT_CHUNKS = 2, 8, 16
+"""Chunks of a tree that are read from the store at once: half as many as there are stored files
+among so many chunks, since each file may be on another server or disk."""
 _SOURCES_MAX = 8
 _SPARE_SHARE = 0.5
 """Of the room on the cache's disk, an object gets no more."""
@@ -248,6 +251,12 @@ class _StoredChunks:
         return found[0]
 
 
+def in_flight(chunks: Sequence[Chunk]) -> int:
+    """Return how many chunks of each tree of an object are read from the store at once. Pure."""
+    files = {chunk.key for chunk in chunks[:_NEXT_CHUNKS]}
+    return min(max(len(files) // TREE_COUNT, _IN_FLIGHT_MIN), _IN_FLIGHT_MAX)
+
+
 class _Object(Struct, frozen=True):
     """An object that this node receives."""
 
@@ -396,7 +405,8 @@ class _Objects:
         if chunks.offsets[-1] > room.f_bavail * room.f_frsize * _SPARE_SHARE:
             raise NoSpaceError(f"{self._folder} has no room for {chunks.offsets[-1]} bytes")
         path = self._folder / f"{os.getpid()}-{name.hex()}"
-        self._exchange.join(name, path, _StoredChunks(wanted, chunks, self._fetcher(wanted.url)))
+        origin = _StoredChunks(wanted, chunks, self._fetcher(wanted.url))
+        self._exchange.join(name, path, origin, in_flight(wanted.chunks))
         try:
             # Read-only: a client gets it.
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

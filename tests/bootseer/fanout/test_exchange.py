@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, UnavailableError
 from bootseer.fanout.exchange import Exchange
+from bootseer.fanout.hosting import in_flight
 from bootseer.fanout.plan import Reason
 from bootseer.fanout.trees import STORE, Trees
+from bootseer.transfer.ranges import Chunk
 from testbed.waiting import wait_for
 from tests.bootseer.fanout.nodes import KEY, Content, FanoutJob, Gate, free_addresses
 
@@ -145,6 +148,24 @@ def test_what_cannot_be_right_is_refused_in_one_sentence(tmp_path: Path) -> None
     exchange.close()
     with pytest.raises(UnavailableError, match="closed"):
         exchange.join(content.name, tmp_path / "one", content)
+
+
+def test_files_on_several_disks_are_read_at_once(tmp_path: Path) -> None:
+    chunks = [Chunk(f"part-{n % 8}", n // 8, 1, bytes(32)) for n in range(40)]
+    assert in_flight(chunks) == 4
+    assert in_flight([Chunk("one", n, 1, bytes(32)) for n in range(40)]) == 2
+    assert in_flight([Chunk(str(n), 0, 1, bytes(32)) for n in range(40)]) == 8
+    content = Content(8)
+    # Each of the eight reads waits for all others.
+    together = threading.Barrier(8)
+
+    def meet(index: int) -> None:
+        together.wait(30)
+
+    content.before = meet
+    with Exchange(free_addresses(1), 0, KEY) as exchange:
+        exchange.join(content.name, tmp_path / "object", content, in_flight(chunks))
+        assert exchange.fetch(content.name, 7, 40) == content.parts[7]
 
 
 def test_names_that_do_not_resolve_are_nodes_that_are_not_there(tmp_path: Path) -> None:
