@@ -64,10 +64,15 @@ class LookupCounts:
     `dropped(node)` is called once the kernel cannot name the node any more. While a lookup is under
     way, a node whose count falls to zero may be its answer, not counted yet; so `dropped` is called
     only when no lookup is under way.
+
+    Of `inherited` nodes the kernel holds an unknown number of references from before. It drops them
+    with all others when it drops the inode, and then drops more than were counted here. It drops
+    single ones, too: of a lookup whose answer is another node than the name had before.
     """
 
-    def __init__(self, dropped: Callable[[int], None]) -> None:
+    def __init__(self, dropped: Callable[[int], None], inherited: Iterable[int] = ()) -> None:
         self._dropped = dropped
+        self._inherited = set(inherited)
         self._lock = threading.Lock()
         self._counts: dict[int, int] = {}
         self._lookups_under_way = 0
@@ -93,15 +98,13 @@ class LookupCounts:
                 self._drop_unused()
 
     def forget(self, node: int, count: int) -> None:
-        """Note that the kernel dropped `count` references, or did not get a reply with them.
-
-        Nodes that are not known are tolerated: a restarted server has lost its counts.
-        """
+        """Note that the kernel dropped `count` references, or did not get a reply with them."""
         with self._lock:
-            remaining = self._counts.get(node, 0) - count
+            remaining = self._counts.pop(node, 0) - count
             if remaining > 0:
                 self._counts[node] = remaining
-            elif self._counts.pop(node, None) is not None:
+            elif remaining < 0 or node not in self._inherited:
+                self._inherited.discard(node)
                 self._zero.add(node)
             self._drop_unused()
 
@@ -121,7 +124,7 @@ class Dispatcher:
     def __init__(self, operations: Operations, backing: BackingFiles | None) -> None:
         self.operations = operations
         self._backing = backing
-        self._lookups = LookupCounts(operations.dropped)
+        self._lookups = LookupCounts(operations.dropped, operations.inherited_nodes())
         self._reported: set[tuple[int, type[BaseException], int]] = set()
         self._handlers: dict[int, Handler] = {
             wire.LOOKUP: self._lookup,
@@ -209,19 +212,13 @@ class Dispatcher:
             self._lookups.forget(node, 1)
 
     def _forget(self, caller: Caller, node: int, body: memoryview) -> None:
-        self._forget_one(node, wire.FORGET_IN.unpack_from(body)[0])
+        self._lookups.forget(node, wire.FORGET_IN.unpack_from(body)[0])
 
     def _batch_forget(self, caller: Caller, node: int, body: memoryview) -> None:
         count, _ = wire.BATCH_FORGET_IN.unpack_from(body)
         records = body[wire.BATCH_FORGET_IN.size :][: count * wire.FORGET_ONE.size]
         for forgotten, lookups in wire.FORGET_ONE.iter_unpack(records):
-            self._forget_one(forgotten, lookups)
-
-    def _forget_one(self, node: int, count: int) -> None:
-        try:
-            self.operations.forget(node, count)
-        finally:
-            self._lookups.forget(node, count)
+            self._lookups.forget(forgotten, lookups)
 
     def _mkdir(self, caller: Caller, node: int, body: memoryview) -> Reply:
         mode, _ = wire.MKDIR_IN.unpack_from(body)

@@ -10,7 +10,7 @@ setting xattrs) have no method: `dispatch` refuses them.
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -183,14 +183,18 @@ class Operations:
         """Return the entry `name` of directory `parent`, or a negative Entry or ENOENT."""
         raise _refuse(errno.ENOENT)
 
-    def forget(self, node: int, count: int) -> None:
-        """Called when the kernel dropped `count` lookups of `node`. Must not raise."""
+    def inherited_nodes(self) -> Collection[int]:
+        """Return the nodes of a crashed predecessor that the kernel may still name.
+
+        Called once, after `mounted`.
+        """
+        return ()
 
     def dropped(self, node: int) -> None:
         """Called when the kernel has no reference to `node` any more: its data can be freed.
 
         Must not raise and must not wait, since lookups wait for it. May be called again if the node
-        was looked up again. Not called for nodes that a crashed predecessor looked up.
+        was looked up again.
         """
 
     def getattr(self, caller: Caller, node: int, handle: int | None) -> tuple[Attributes, float]:

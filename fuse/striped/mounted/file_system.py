@@ -12,7 +12,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from msgspec import Struct
 
@@ -114,8 +114,7 @@ class MountedTree(Operations):
         if inherited is not None:
             self._nodes.resume(inherited, clock())
             self.files.resume(inherited)
-        self._inherited = set(self._nodes.by_id) - {ROOT_NODE}
-        """Nodes that a predecessor of this process named and the kernel has not forgotten."""
+        self._inherited = frozenset(self._nodes.by_id) - {ROOT_NODE}
         self._nodes.start_journal()
 
     # ---- the mount's life -----------------------------------------------------------------
@@ -240,14 +239,8 @@ class MountedTree(Operations):
             self._nodes.end_pending_lookups(caller.pid, text)
         raise refuse(errno.ENOENT, path)
 
-    def forget(self, node: int, count: int) -> None:
-        """Drop a node of a predecessor, whose lookups this process has not counted.
-
-        The kernel forgets an inode with all its lookups at once.
-        """
-        if node in self._inherited:
-            self._inherited.discard(node)
-            self.dropped(node)
+    def inherited_nodes(self) -> Collection[int]:
+        return self._inherited
 
     def dropped(self, node: int) -> None:
         with self._lock:
