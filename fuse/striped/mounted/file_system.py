@@ -352,12 +352,20 @@ class MountedTree(Operations):
             known = directory.children.get(text)
             if known is not None and known.local_children():
                 raise refuse(errno.ENOTEMPTY, path)
-            self._check_no_parts(path)
-        try:
-            self._tree.rmdir(path)
-        except NotFoundError:
-            if not caller.is_resent:
-                raise
+            nameless = self._nameless_writers(path)
+        with contextlib.ExitStack() as held:
+            for writer in sorted(nameless, key=id):
+                held.enter_context(writer.held())
+            with self._lock:
+                self._check_no_parts(path)
+            try:
+                self._tree.rmdir(path)
+            except NotFoundError:
+                if not caller.is_resent:
+                    raise
+            for writer in nameless:
+                # Else its first part would make the folder again.
+                writer.path = f"{directory_of(path)}/{writer.path.rpartition('/')[2]}".lstrip("/")
         self._gone(directory, text, path)
 
     def _check_no_parts(self, path: str) -> None:
@@ -365,9 +373,16 @@ class MountedTree(Operations):
 
         The lock is held.
         """
-        for writer in self._nodes.writers():
-            if writer.is_detached and writer.has_parts and directory_of(writer.path) == path:
-                raise refuse(errno.ENOTEMPTY, path)
+        if any(writer.has_parts for writer in self._nameless_writers(path)):
+            raise refuse(errno.ENOTEMPTY, path)
+
+    def _nameless_writers(self, path: str) -> list[FileWriter]:
+        """Return the writers of files that lost their names in the folder; the lock is held."""
+        return [
+            writer
+            for writer in self._nodes.writers()
+            if writer.is_detached and directory_of(writer.path) == path
+        ]
 
     def opendir(self, caller: Caller, node: int, flags: int) -> Opened:
         return Opened(handle=self._list(node))

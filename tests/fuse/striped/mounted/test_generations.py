@@ -388,6 +388,23 @@ def test_a_large_ordinary_file_outlives_its_folder(tmp_path: Path, mountpoint: P
         assert not stored.exists()
 
 
+def test_who_writes_a_removed_file_does_not_bring_its_folder_back(
+    tmp_path: Path, mountpoint: Path
+) -> None:
+    """Regression: the first part of the file made the folder again, for all nodes."""
+    stored = tmp_path / "stored"
+    with checkpoints(tmp_path, mountpoint, stored.as_uri()):
+        (mountpoint / "d" / "e").mkdir(parents=True)
+        with opened(mountpoint / "d" / "e" / "f", os.O_WRONLY | os.O_CREAT) as file:
+            (mountpoint / "d" / "e" / "f").unlink()
+            (mountpoint / "d" / "e").rmdir()
+            (mountpoint / "d").rmdir()
+            assert os.write(file, OLD) == len(OLD)
+            os.fsync(file)
+            assert os.listdir(mountpoint) == []
+    assert not (stored / "d").exists()
+
+
 def test_the_usual_tools_copy_a_file_that_is_overwritten(folder: Path, tmp_path: Path) -> None:
     path = folder / "f"
     path.write_bytes(NEW)
