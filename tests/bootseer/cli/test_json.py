@@ -212,7 +212,11 @@ def test_settings_and_doctor(own_world: World) -> None:
 
 
 def test_errors_print_no_document(world: World) -> None:
-    for arguments in (("image", "show", "absent"), ("snapshot", "show", "absent"), ("report", "x")):
+    for arguments in (
+        ("image", "show", "absent"),
+        ("snapshot", "show", "absent"),
+        ("report", "absent"),
+    ):
         result = world(*arguments, "--json")
         assert result.code == 10
         assert result.out == ""
