@@ -206,7 +206,7 @@ class CheckpointWorker:
         )
         _log.info("read %d bytes of the newest checkpoint ahead", count)
         if ranges is not None:
-            _log.info("other nodes sent %d bytes of it", ranges.shared_bytes)
+            _log.info("the fan-out brought %d bytes of it", ranges.shared_bytes)
             # The job reads them again where memory does not hold them, until its start is over.
             while not ranges.is_over and not self._stopping.wait(_LOOK_S):
                 pass

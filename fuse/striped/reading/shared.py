@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     # A mount that no start with a fan-out uses does not load it.
     from bootseer.fanout.local import SharedRanges
 
-FANOUT_SOURCE = "other nodes"
-"""Name of the fan-out in the statistics of reads."""
+FANOUT_SOURCE = "fan-out"
+"""Name of the place in the statistics of reads."""
 
 
 class Sources:

@@ -21,8 +21,10 @@ from bootseer.fanout.trees import Trees
 from bootseer.fuse.striped.reading.shared import shared_chunks
 from bootseer.launch.fanout import find_plan
 from bootseer.settings.config import load_config
-from testbed.node import Node
+from testbed.node import Node, attribute
 from testbed.paths import REPOSITORY
+from testbed.servers.registry import free_port
+from testbed.waiting import wait_for
 from tests.bootseer.fanout.nodes import Act, member, offer_of
 from tests.bootseer.launch.nodes.fanout_nodes import COUNT, FanoutNodes, fanout_figures
 
@@ -37,7 +39,8 @@ import glob, hashlib, sys
 sys.path.insert(0, sys.argv[3])
 from testbed.waiting import wait_for
 wait_for(
-    lambda: any("checkpoint ahead" in open(one).read() for one in glob.glob(sys.argv[2])),
+    lambda: sum(open(one).read().count("checkpoint ahead") for one in glob.glob(sys.argv[2]))
+    > int(sys.argv[4]),
     "the checkpoint to be read ahead",
 )
 print(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest())
@@ -64,23 +67,26 @@ class Site(FanoutNodes):
             chunks = shared_chunks(storage.tree.stored.view("step-1/model.pt"), len(data))
         return chunk_list([one.length for one in chunks], [one.digest or b"" for one in chunks])
 
-    def read(self, nodes: Sequence[Node], data: bytes) -> int:
-        """Start these nodes; return how many bytes left the storage."""
+    def read(self, nodes: Sequence[Node], data: bytes, attempt: int = 0) -> int:
+        """Start these nodes; return how many bytes left the storage. Mounts linger."""
         before = read_account(self.counted).bytes_read
-        started = [self._start(node) for node in nodes]
+        variables = {"BOOTSEER_ATTEMPT": str(attempt), "BOOTSEER_LINGER": "60"}
+        if attempt:
+            # The fan-out of the last start may still be about to end.
+            variables["BOOTSEER_FANOUT_PORT"] = str(free_port())
+        started = [self._start(node, variables) for node in nodes]
         for process in started:
             said, complaints = process.communicate(timeout=60)
             assert process.returncode == 0, complaints
             assert said.strip() == hashlib.sha256(data).hexdigest()
-        for node in nodes:
-            node.wait_clean()
         return read_account(self.counted).bytes_read - before
 
-    def _start(self, node: Node) -> "subprocess.Popen[str]":
+    def _start(self, node: Node, variables: dict[str, str]) -> "subprocess.Popen[str]":
         mounted = node.base / "checkpoints"
         words = ("--checkpoint", f"{self.url}:{mounted}", "--", sys.executable, "-c", READER)
-        logs = node.base / "run/logs/*"
-        return node.start("run", *words, mounted / "step-1/model.pt", logs, REPOSITORY)
+        model, logs = mounted / "step-1/model.pt", node.base / "run/logs/*"
+        attempt = variables["BOOTSEER_ATTEMPT"]
+        return node.start("run", *words, model, logs, REPOSITORY, attempt, variables=variables)
 
 
 @pytest.fixture
@@ -90,12 +96,15 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def test_a_checkpoint_that_all_nodes_read_leaves_the_storage_once(site: Site) -> None:
-    site.save(DATA)
-    assert site.read(site.nodes, DATA) < 1.2 * len(DATA)
-    figures = [fanout_figures(node) for node in site.nodes]
-    # Lists of chunks count as well.
-    assert all(int(one["bootseer.bytes"]) >= len(DATA) for one in figures)
+    # The second start takes over the mounts of the first; meanwhile the file was replaced.
+    for attempt, data in enumerate((DATA, DATA[::-1])):
+        site.save(data)
+        assert site.read(site.nodes, data, attempt) < 1.2 * len(data)
+    wait_for(lambda: all("fan-out" in one.spans() for one in site.nodes), "the fan-outs' end")
     for node in site.nodes:
+        # The list of chunks counts as well.
+        assert int(fanout_figures(node)["bootseer.bytes"]) >= len(DATA)
+        assert attribute(node.spans()["checkpoint"], "bootseer.how") == "live"
         assert not list((node.base / "cache/fanout").iterdir())
 
 
