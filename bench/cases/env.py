@@ -105,7 +105,7 @@ _ENV = Case(
     variants=tuple(Variant(way.name, way.description, _session(way, take)) for way in ALL),
     ratios=(
         _within("mount, until ready / 0.3 s", "mount.restore_s", "mount.wanted_ready_s", 1),
-        _within("mount / local, import", "mount.import_s", "local.import_s", 1.3),
+        _within("mount / local, import", "mount.import_s", "local.import_s", 1.03),
         _within("mount, bytes / stored snapshot", "mount.moved_bytes", "mount.stored_bytes", 0.25),
         _within("extract near / C floor", "extract near.restore_s", "C floor.restore_s", 1.2),
         ratio_of(
@@ -113,8 +113,8 @@ _ENV = Case(
             at_least(1.3),
         ),
         _within("link / cp -al", "link.restore_s", "cp -al.restore_s", 1.5),
-        _times("uv", "mount", 4),
-        _times("uv line", "mount", 4),
+        _times("uv", "mount", 5),
+        _times("uv line", "mount", 5),
         _times("uv", "extract", 1.5),
         _times("uv", "extract near", 1.5),
         _times("uv line", "extract", 1.5),
