@@ -12,6 +12,7 @@ there is no such figure, the cause is "unknown".
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -130,25 +131,25 @@ class Evidence:
         return self._figures[key]
 
     def _medians(self, label: Label, role: str, figure: str) -> _Figure:
-        values: dict[str, list[float]] = {}
-        for node, value in self._values(label, role, figure):
-            values.setdefault(node, []).append(value)
+        values: dict[str, list[float]] = defaultdict(list)
+        for group in self._graph.groups:
+            span = _span(group, label) if group.role == role else None
+            column = group.evidence[span].get(figure) if span is not None else None
+            for node, value in zip(group.nodes, column or (), strict=False):
+                if value == value:  # not NaN; a call of isnan would take as long as all the rest
+                    values[node].append(value)
         everything = [value for found in values.values() for value in found]
         if label.name.startswith(IMPORT):
             # Quick imports are not written, and have no figures.
             everything += [0.0] * (self._counts[role] - len(everything))
-        by_node = {node: statistics.median(found) for node, found in values.items()}
-        return _Figure(by_node, statistics.median(everything) if everything else 0.0)
+        by_node = {node: _median(found) for node, found in values.items()}
+        return _Figure(by_node, _median(everything) if everything else 0.0)
 
-    def _values(self, label: Label, role: str, figure: str) -> Iterator[tuple[str, float]]:
-        for group in self._graph.groups:
-            if group.role != role:
-                continue
-            span = _span(group, label)
-            column = group.evidence[span].get(figure) if span is not None else None
-            for node, value in zip(group.nodes, column or (), strict=False):
-                if not math.isnan(value):
-                    yield node, value
+
+def _median(values: list[float]) -> float:
+    # `statistics.median` takes three times as long for the ranks of a node.
+    ordered, middle = sorted(values), len(values) // 2
+    return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def _span(group: Group, label: Label) -> int | None:
