@@ -1189,6 +1189,9 @@ class Model:
             return
         for one in self.descriptions:
             writer = one.writer
+            if one.mount == mount and one.refused:
+                # The successor knows that the writer has failed, but not why.
+                one.refused |= {errno.EIO}
             if one.mount != mount or writer is None:
                 continue
             if writer.errors:
