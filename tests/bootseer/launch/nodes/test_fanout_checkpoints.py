@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import os
 import random
 import socket
 import subprocess
@@ -125,10 +124,12 @@ def test_a_node_that_is_lost_or_lies_changes_no_byte(
 
 def _address_and_key(node: Node, monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[str, int], bytes]:
     """Return the address of a node's fan-out, and the start's key."""
-    for name, value in node.environment.items():
-        monkeypatch.setenv(name, value)
-    settings = load_config({"submission": "7"}).settings
-    plan = find_plan(settings, ["true"], os.environ["BOOTSEER_FANOUT_KEY"])
+    # Only here: whatever this process starts must not look like the node's, which are killed.
+    with monkeypatch.context() as patch:
+        for name, value in node.environment.items():
+            patch.setenv(name, value)
+        secret = node.environment["BOOTSEER_FANOUT_KEY"]
+        plan = find_plan(load_config({}).settings, ["true"], secret)
     assert plan is not None
     own = plan.membership.members[plan.membership.own]
     key = key_of(bytes.fromhex(plan.secret), plan.membership.digest, *plan.start)
