@@ -88,7 +88,7 @@ nobody answers waits."""
 _HELP_S = 0.6
 """Time that a tree must still take to be read from two nodes."""
 _RANDOM_COUNT, _LAST_ASK_COUNT, _READERS_MAX = 6, 16, 4
-_TOP_COUNT, _NEWEST_MAX, _SEARCHES_MAX, _LEFT_MAX = 7, 4, 4, 3
+_TOP_COUNT, _NEWEST_MAX, _SEARCHES_MAX, _FREED_MAX = 7, 4, 4, 8
 
 
 class Reason(Enum):
@@ -302,8 +302,8 @@ class SourcePlan:
         """When nodes may be asked again."""
         self._readers: list[int] = []
         """Nodes that read the store."""
-        self._left: list[int] = []
-        """Sources that were left as faulty, the last ones."""
+        self._freed: list[int] = []
+        """Nodes that feed a source which was left as faulty, and so have a place free."""
         self._newest: dict[int, float] = {}
         """When the nodes that began last did so."""
         self._has_begun = self._has_met_parent = False
@@ -688,8 +688,7 @@ class SourcePlan:
         likely += [*self._ancestors[1:3], *self._ancestors[-1:]]
         if parent != STORE:
             likely += trees.children(tree, parent)
-        # Whoever feeds a faulty node has a place free, in either tree.
-        likely += [trees.parent(one, left) for left in self._left for one in range(TREE_COUNT)]
+        likely += self._freed
         return [*likely, trees.parent(1 - tree, node), *trees.children(tree, node)]
 
     def _ask(self, now_s: float, likely: Iterable[int], pause_s: float = 0.0) -> Ask:
@@ -715,9 +714,10 @@ class SourcePlan:
     # Moves
 
     def _note_left(self, reason: Reason) -> None:
-        if self.source not in (None, STORE) and reason in _FAULTS:
-            left = [one for one in self._left if one != self.source]
-            self._left = [*left, self.source][-_LEFT_MAX:]
+        if self.source is not None and self.source != STORE and reason in _FAULTS:
+            parents = [self._trees.parent(tree, self.source) for tree in range(TREE_COUNT)]
+            freed = dict.fromkeys([*self._offer.path[:1], *parents, *self._freed])
+            self._freed = list(freed)[:_FREED_MAX]
 
     def _leave(self, now_s: float, source: int, reason: Reason) -> Take:
         self._bans.add(now_s, self.source, reason)

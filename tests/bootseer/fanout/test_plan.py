@@ -91,13 +91,16 @@ def test_nodes_that_begin_late_read_from_those_that_began_last() -> None:
     assert outcome.copies < 1.2
 
 
-def test_places_that_two_slow_neighbours_leave_free_are_found() -> None:
-    """A named fault: the stand-in of one was the other one, and three were fed for the rest."""
+@pytest.mark.parametrize(("lost", "slow"), [((), (91, 92)), ((187,), (155,))])
+def test_places_that_two_faulty_nodes_leave_free_are_found(
+    lost: tuple[int, ...], slow: tuple[int, ...]
+) -> None:
+    """A named fault: where the stand-in was faulty, too, three were fed for all the rest."""
     dice = random.Random(1)
     joined_s = {n: dice.random() for n in range(250)}
     outcome = run(
         World(
-            250, chunk_bytes=4 << 20, rate=125e6, hop_s=0.001, tick_s=0.25, slow=(91, 92),
+            250, chunk_bytes=4 << 20, rate=125e6, hop_s=0.001, tick_s=0.25, lost=lost, slow=slow,
             joined_s=joined_s,
         )
     )  # fmt: skip
