@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from bootseer.checkpoints import (
@@ -31,6 +30,9 @@ from tests.fuse.striped.support.stored import DATA, load, save
 
 
 def test_read_into(storage: StripedStorage) -> None:
+    # Imported here: its threads would keep the workers of pytest from being forks.
+    import numpy as np
+
     save(storage, "a/f")
     array = np.zeros((9, 1000), dtype=np.float64)
     assert read_into(storage, "a/f", array) == len(DATA)

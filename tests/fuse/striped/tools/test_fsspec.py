@@ -14,10 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import fsspec
-import numpy as np
-import pyarrow as pa
-import pyarrow.dataset
-import pyarrow.parquet as pq
 import pytest
 
 from bootseer.errors import CorruptError, InvalidInputError, UnavailableError, UnsupportedError
@@ -36,6 +32,9 @@ def made(url: str) -> tuple[CheckpointFileSystem, str]:
 
 
 def test_a_file_is_striped_and_read_back(made: tuple[CheckpointFileSystem, str]) -> None:
+    # Imported here: its threads would keep the workers of pytest from being forks.
+    import numpy as np
+
     fs, root = made
     path = f"{root}/step-1/model.pt"
     with fs.open(path, "wb") as file:
@@ -364,6 +363,12 @@ def test_a_local_path_may_go_through_a_symbolic_link(tmp_path: Path) -> None:
 
 
 def test_arrow_and_numpy(made: tuple[CheckpointFileSystem, str]) -> None:
+    # Imported here: their threads would keep the workers of pytest from being forks.
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.dataset
+    import pyarrow.parquet as pq
+
     fs, root = made
     table = pa.table({"x": np.arange(200_000), "y": np.random.default_rng(0).random(200_000)})
     pq.write_table(table, f"{root}/t/one.parquet", filesystem=fs)
