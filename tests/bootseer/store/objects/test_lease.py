@@ -87,6 +87,31 @@ def test_a_lease_counts_from_before_its_record_was_written(
     assert 0 < held.remaining_s <= 40
 
 
+def test_a_lease_that_is_nearly_over_when_it_is_taken_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late_s = 0.0
+
+    class Slow(LocalBackend):
+        def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
+            nonlocal late_s
+            super().rename(source, target, overwrite=overwrite)
+            late_s += 59
+
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + late_s,
+        time_ns=lambda: time.time_ns() + int(late_s * 1e9),
+    )
+    monkeypatch.setattr(lease, "time", clock)
+    store = Store(Slow(tmp_path / "root"))
+    hold(store, ttl_s=60)
+    late_s += 100
+    assert store.lease("leases/x", ttl_s=60, owner="other") is None
+    kept = lease.decode(store.backend.read("leases/x"))
+    assert kept is not None
+    assert kept.owner == "me"
+
+
 def test_one_of_many_gets_a_new_lease(store: Store) -> None:
     assert race(8, lambda i: store.lease("leases/x", ttl_s=60, owner=f"{i}") is not None) == 1
 
