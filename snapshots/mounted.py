@@ -52,6 +52,7 @@ from bootseer.served.overlays import Overlay, overlay_at, overlays, source_of, u
 from bootseer.served.service import LINK as HOLDER
 from bootseer.served.service import (
     ServiceState,
+    is_lingering,
     new_service_dir,
     read_state,
     services_dir,
@@ -59,7 +60,6 @@ from bootseer.served.service import (
 )
 from bootseer.served.users import (
     add_user,
-    is_lingering,
     is_others_only,
     join,
     other_users,

@@ -135,11 +135,11 @@ def checkpoint_mount(
     if foreground:
         from bootseer.fuse.striped.mounted.server import serve_checkpoints
         from bootseer.linux.systemd import notify
-        from bootseer.served.status import find_known
+        from bootseer.served.service import find_checkpoints
 
         def ready() -> None:
             tell(f"{public_url(url)} is mounted on {directory}")
-            known = find_known(settings.run_dir, Path(spec.directory))
+            known = find_checkpoints(settings.run_dir, Path(spec.directory))
             if known is not None and known.state.root_was_made:
                 say(created_warning(url))
             notify("READY=1")

@@ -65,10 +65,10 @@ def _code_of_served(found: Served) -> int:
 def status(directory: Path | None, wait_s: float | None) -> Served:
     """Show mounts and background processes of this node, or the figures of the mount on DIR.
 
-    Of images, environments, checkpoint folders, publishers, attendants and warming: kind and place,
-    time of begin, processes that serve and use it, faults and what to do about them. Mounts of
-    other users are named. With --json there are all figures of each mount. With DIR the exit code
-    is 1 where the server is dead or does not answer.
+    Of images, environments, checkpoint folders, attendants, preloaders, publishers and warming:
+    kind and place, time of begin, processes that serve and use it, faults and what to do about
+    them. Mounts of other users are named. With --json there are all figures of each mount. With DIR
+    the exit code is 1 where the server is dead or does not answer.
     """
     settings = current_settings()
     if wait_s is not None:
@@ -89,13 +89,14 @@ def _entry_at(run_dir: Path, directory: Path) -> StatusEntry:
     """
     from bootseer.fuse.striped.mounted.status import mount_status
     from bootseer.linux.mount_table import absolute
-    from bootseer.served.status import known_servers, status_entry
+    from bootseer.served.service import services
+    from bootseer.served.status import status_entry
 
     path = str(absolute(directory))
     found = [
         entry
-        for known in known_servers(run_dir)
-        if path in (*(entry := status_entry(known, run_dir)).where, known.state.directory)
+        for one in services(run_dir)
+        if path in (*(entry := status_entry(one, run_dir)).where, one.state.directory)
     ]
     if not found:
         raise NotFoundError(
@@ -109,33 +110,11 @@ def _entry_at(run_dir: Path, directory: Path) -> StatusEntry:
 
 def node_entries(run_dir: Path) -> list[StatusEntry]:
     """Return a row for each mount and background process of this node; asks the servers."""
-    from bootseer.prefetch.warm.state import running_states
-    from bootseer.served.status import (
-        background_entries,
-        foreign_entries,
-        known_servers,
-        status_entry,
-    )
+    from bootseer.served.service import services
+    from bootseer.served.status import foreign_entries, status_entry
 
-    servers = known_servers(run_dir)
-    entries = [*(status_entry(one, run_dir) for one in servers), *background_entries(run_dir)]
-    for state, log in running_states(run_dir):
-        entries.append(
-            StatusEntry(
-                kind="warming",
-                what=f"{state.get('workload', '')} ({state.get('action', '')})",
-                where=(str(state.get("directory", "")),),
-                since_s=state.get("started_ns", 0) / 1e9,
-                pid=state.get("pid"),
-                worker_pid=None,
-                users=tuple(filter(None, [state.get("command_pid")])),
-                health="degraded" if state.get("warning") else "ok",
-                problem=state.get("warning", ""),
-                remedy=f"see {log}" if state.get("warning") else "",
-                log=os.fspath(log),
-            )
-        )
-    return [*entries, *foreign_entries(servers, run_dir)]
+    found = services(run_dir)
+    return [*(status_entry(one, run_dir) for one in found), *foreign_entries(found, run_dir)]
 
 
 def emit_entries(entries: Sequence[StatusEntry]) -> None:
@@ -204,7 +183,7 @@ def unmount(directory: Path, timeout_s: float | None, lazy: bool) -> Unmounted:
     from bootseer.fuse.striped.mounted.options import SUBTYPE
     from bootseer.linux.mount_table import absolute, find_mount
     from bootseer.served.overlays import overlay_at
-    from bootseer.served.status import find_known
+    from bootseer.served.service import find_checkpoints
 
     settings = current_settings()
     path = absolute(directory)
@@ -218,8 +197,8 @@ def unmount(directory: Path, timeout_s: float | None, lazy: bool) -> Unmounted:
     if lazy:
         raise click.UsageError(f"--lazy is for environments, and none is mounted on {path}")
     wait_s = 10.0 if timeout_s is None else timeout_s
-    mounted, known = find_mount(path), find_known(settings.run_dir, path)
-    is_checkpoint = mounted.subtype == SUBTYPE if mounted else known and known.is_running
+    mounted, known = find_mount(path), find_checkpoints(settings.run_dir, path)
+    is_checkpoint = mounted.subtype == SUBTYPE if mounted else known and known.is_alive
     if is_checkpoint:
         lost = unmount_checkpoints(settings.run_dir, directory, timeout_s=wait_s)
         warn_unwritten(lost)

@@ -130,7 +130,7 @@ def _show_held(settings: Settings) -> None:
     from bootseer.errors import BootseerError, NotFoundError
     from bootseer.launch.standby import expected_s, warm_sentence
     from bootseer.served.preload.launching import warm_sentences as preloaders
-    from bootseer.served.status import known_servers
+    from bootseer.served.service import services
 
     entries = node_entries(settings.run_dir)
     holders = {
@@ -144,11 +144,11 @@ def _show_held(settings: Settings) -> None:
     emit_entries(held)
     servers = {one.pid for one in held}
     sentences = []
-    for known in known_servers(settings.run_dir):
+    for service in services(settings.run_dir):
         # The table shows servers that do not answer.
         with contextlib.suppress(BootseerError):
-            if known.is_running and known.state.pid in servers:
-                sentences.append(warm_sentence(known))
+            if service.is_alive and service.state.pid in servers:
+                sentences.append(warm_sentence(service))
     sentences += preloaders(settings)
     if (expected := expected_s(settings)) is not None:
         took_s, left_s = expected

@@ -234,10 +234,10 @@ def _warm_now(request: "WarmRequest") -> WarmedDirectory:
 
 def _record_of(request: "WarmRequest") -> ShownRecord:
     from bootseer.prefetch.warm.request import stored_record
-    from bootseer.prefetch.warm.state import node_paths, read_state
+    from bootseer.prefetch.warm.state import read_outcome
 
     known = stored_record(request)
-    paths = node_paths(Path(request.run_dir), request.identity, request.workload)
+    paths = request.node_paths
     return document_of(
         ShownRecord,
         known,
@@ -247,7 +247,7 @@ def _record_of(request: "WarmRequest") -> ShownRecord:
             document_of(RecordedFile, one, path=os.fsdecode(one.path), range_count=len(one.ranges))
             for one in known.files
         ],
-        last=read_state(paths.state),
+        last=read_outcome(paths.outcome),
         log=str(paths.log),
     )
 

@@ -26,7 +26,6 @@ from bootseer.linux.processes import ProcessId
 from bootseer.prefetch.snapshotter.snapshot import ImageMount
 from bootseer.profile.publish.note import LauncherNote, is_stored
 from bootseer.profile.publish.round import publish
-from bootseer.served.control import ask
 from bootseer.served.service import live_mounts
 from bootseer.settings.config import Settings, launcher_rank
 from bootseer.settings.values import as_name
@@ -242,8 +241,8 @@ class ImageMountStages:
 
     def _facts(self, mount: ImageMount) -> dict[str, Value]:
         facts: dict[str, Value] = {"bootseer.how": "live" if mount.is_live else "mounted"}
-        for folder, state in live_mounts(self._settings.run_dir):
-            if state.directory == str(mount.directory):
+        for service in live_mounts(self._settings.run_dir):
+            if service.state.directory == str(mount.directory):
                 with contextlib.suppress(BootseerError):
-                    facts["bootseer.hit"] = ask(folder, "status")["prefetch"] is not None
+                    facts["bootseer.hit"] = service.ask("status")["prefetch"] is not None
         return facts

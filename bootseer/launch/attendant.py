@@ -1,4 +1,4 @@
-"""Background process of a start: publishes the timeline and kept caches, and keeps mounts alive.
+"""Background process of a start: publishes what is new, and keeps mounts and preloaders alive.
 
 A start has one attendant per node, however many launchers (processes of `bootseer run`) it has
 there. Each launcher writes a note into the start's folder `run_dir/services/start-ID`. If no
@@ -8,8 +8,9 @@ job has, and for how long mounts stay after it.
 
 A *duty* (`profile.publish.duty`, `launch.caches.duty`) decides what to publish when the job is
 ready and when the job ends. Its work runs in a copy of the attendant, with a time limit and at low
-priority. If the job asked for lingering, the attendant registers as a user of every mount that the
-launcher uses (`served.users`), so that the next start of the job finds the mounts in place.
+priority. If the job asked for lingering, the attendant registers as a user of every mount and
+preloader that the launcher uses (`served.users`), so that the next start of the job finds them in
+place. At its end it ends the preloaders that no later start has taken over.
 
 No job depends on the attendant: if it is killed, the mounts end with the job. SIGTERM ends the
 lingering, and the process once its last work is done; SIGHUP makes it read new notes.
@@ -37,6 +38,7 @@ from bootseer.base.documents import from_builtins, from_line, to_builtins, to_li
 from bootseer.base.redact import public_url
 from bootseer.base.short_digest import short_digest
 from bootseer.errors import BootseerError
+from bootseer.launch.job import PreloadHandoff
 from bootseer.linux.locks import is_written, lock_file
 from bootseer.linux.private_files import private_directory, write_private_file
 from bootseer.linux.processes import ForkedWork, ProcessId, run_forked, wait_readable
@@ -93,7 +95,7 @@ class _Handoff(Struct, frozen=True):
 
     caches: list[dict[str, Any]] = []
     begun_ns: int = 0
-    preloads: bool = False
+    preloads: PreloadHandoff | None = None
     variables: dict[str, str] = {}
     """Environment variables that let the attendant add stages to the start's timeline."""
     linger_s: float = 0.0
@@ -112,15 +114,15 @@ class Attendant:
         self._publishes = False
         self._process: Process | None = None
 
-    def begin(self, timeline: Timeline, *, keeps_caches: bool) -> None:
+    def begin(self, timeline: Timeline, *, is_needed: bool) -> None:
         """Write this launcher's note, and begin the attendant unless the start has one already.
 
         Call it before this process has threads or enters a namespace. Never raises: a failure is
-        one warning. `keeps_caches`: whether the start may have kept caches to publish.
+        one warning. `is_needed`: whether the start may have more for it than to publish timelines.
         """
         settings = self._settings
         publishes = self._publishes = timeline.is_written and is_wanted(settings)
-        if not (publishes or keeps_caches or settings.linger_s):
+        if not (publishes or is_needed or settings.linger_s):
             return
         from bootseer.served.processes import ATTENDANT, start
 
@@ -150,7 +152,11 @@ class Attendant:
         add_ready_names(os.environ, ready_name)
 
     def complete(
-        self, caches: Sequence["KeptCache"] = (), *, begun_ns: int = 0, preloads: bool = False
+        self,
+        caches: Sequence["KeptCache"] = (),
+        *,
+        begun_ns: int = 0,
+        preloads: PreloadHandoff | None = None,
     ) -> None:
         """Write the handoff, then end what lingers from earlier starts of the job.
 
@@ -160,9 +166,9 @@ class Attendant:
         try:
             attendant = self._write_handoff(caches, begun_ns, preloads)
             if attendant is not None and settings.linger_s:
-                from bootseer.served.users import share_mounts
+                from bootseer.served.users import share_services
 
-                share_mounts(settings.run_dir, attendant.pid)
+                share_services(settings.run_dir, attendant.pid)
         except (BootseerError, OSError) as error:
             self._warn(error)
             attendant = None
@@ -170,7 +176,7 @@ class Attendant:
             end_lingering(settings, keep=attendant)
 
     def _write_handoff(
-        self, caches: Sequence["KeptCache"], begun_ns: int, preloads: bool
+        self, caches: Sequence["KeptCache"], begun_ns: int, preloads: PreloadHandoff | None
     ) -> ProcessId | None:
         if self._folder is None:
             return None
@@ -216,11 +222,6 @@ def end_lingering(settings: Settings, keep: ProcessId | None = None) -> None:
         is_over = state.user is None or not state.user.lives()
         if state.reference == settings.job and state.process != keep and is_over:
             state.process.kill(signal.SIGTERM)
-    with contextlib.suppress(FileNotFoundError):
-        if os.listdir(settings.run_dir / "preload"):
-            from bootseer.served.preload import launching
-
-            launching.end_preloaders(settings)
 
 
 def _identity(settings: Settings) -> str:
@@ -274,6 +275,7 @@ class _AttendantLoop:
         self._read_paths: list[Path] = []
         self._work: tuple[_Duty, ForkedWork] | None = None
         self._linger_s = 0.0
+        self._preloads = False
         self._until_s = 0.0
         self._scratch_s = math.inf
         self._pause_s = _LOOK_FIRST_S
@@ -320,6 +322,7 @@ class _AttendantLoop:
         with contextlib.suppress(OSError, BootseerError, ValueError):
             handoff = from_line(path.read_bytes()[:_FILE_BYTES_MAX], _Handoff)
             self._linger_s = max(self._linger_s, handoff.linger_s)
+            self._preloads = self._preloads or handoff.preloads is not None
             if handoff.caches or handoff.preloads:
                 from bootseer.launch.caches.duty import CachesDuty
                 from bootseer.launch.caches.run import KeptCache
@@ -438,8 +441,12 @@ class _AttendantLoop:
         if self._running:
             for launcher in self._running.values():
                 self._read_handoff(launcher)
-            waits = self._linger_s or any(
-                not one.has_handoff or one.caches is not None for one in self._running.values()
+            waits = (
+                self._linger_s
+                or self._preloads
+                or any(
+                    not one.has_handoff or one.caches is not None for one in self._running.values()
+                )
             )
             return is_at_work or bool(waits) or not self._timeline.is_over
         if self._until_s:
@@ -466,6 +473,13 @@ class _AttendantLoop:
         if not remove_ended_scratch(self._plan.run_dir):
             self._scratch_s = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LOOK_MAX_S)
+
+    def end_preloaders(self) -> None:
+        """End the preloaders of the launchers, which have ended, unless a new start has them."""
+        if self._preloads:
+            from bootseer.launch.import_records import end_preloaders
+
+            end_preloaders(self._plan.run_dir)
 
     def forget_notes(self) -> None:
         for path in (*self._read_paths, self._folder / "state.json"):
@@ -495,6 +509,7 @@ def _run_attendant(line: bytes, report: "Report") -> None:
             return
         loop = _AttendantLoop(plan)
         loop.run(report, wake)
+        loop.end_preloaders()
         loop.forget_notes()
         (plan.folder / _LOCK).unlink(missing_ok=True)
         os.close(lock)

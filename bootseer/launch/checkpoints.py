@@ -61,7 +61,8 @@ def created_warning(url: str) -> str:
 class CheckpointMounts:
     """Mounts of checkpoint folders for the job that this process is going to be.
 
-    With `aside` they are mounted in the run directory, to be bound into a container's root later.
+    With `aside` they are mounted in the folders of their services, to be bound into a container's
+    root later.
     """
 
     def __init__(
@@ -75,13 +76,7 @@ class CheckpointMounts:
         self._settings = settings
         self._say = say
         self._paths = paths
-        self._aside = settings.run_dir / "checkpoints" if aside else None
-        # The kernel reuses process ids, perhaps while a mount of an earlier process lingers.
-        name = f"{os.getpid()}-{time.time_ns()}"
-        self._directories = [
-            Path(path.directory) if self._aside is None else self._aside / f"{name}-{number}"
-            for number, path in enumerate(paths)
-        ]
+        self._is_aside = aside
         self._processes: list[Process] = []
         self._answered: set[int] = set()
         self._mounted: dict[int, JobMounted] = {}
@@ -93,22 +88,19 @@ class CheckpointMounts:
         from bootseer.fuse.striped.mounted.job_mount import JobMount
         from bootseer.served.processes import JOB_MOUNT, start
 
-        for number, (path, directory) in enumerate(
-            zip(self._paths, self._directories, strict=True)
-        ):
+        directories = [Path(path.directory) for path in self._paths]
+        for path, directory in zip(self._paths, directories, strict=True):
             process = start(JOB_MOUNT, self._settings.run_dir, copy=True)
             self._processes.append(process)
-            others = [one for one in self._directories if one in directory.parents]
+            others = [one for one in directories if one in directory.parents]
             process.tell(
                 JobMount(
                     settings=self._settings,
                     url=path.url,
-                    directory=directory,
+                    directory=None if self._is_aside else directory,
                     identity=process.identity,
                     user=ProcessId.of(os.getpid()),
-                    aside=self._aside,
-                    inside=tuple(others),
-                    sweeps=not number,
+                    inside=() if self._is_aside else tuple(others),
                 )
             )
             process.go()
@@ -180,6 +172,3 @@ class CheckpointMounts:
                     unmount_checkpoints(self._settings.run_dir, mounted.directory, timeout_s=_END_S)
                 except (BootseerError, OSError) as error:
                     _log.debug("cannot unmount %s: %s", mounted.directory, error)
-        for directory in self._directories if self._aside is not None else ():
-            with contextlib.suppress(OSError):
-                directory.rmdir()

@@ -1,6 +1,6 @@
 """Every format of records and content in a store, in the order of collection."""
 
-from bootseer.launch.preloading import FOLDER as PRELOAD
+from bootseer.launch.import_records import FOLDER as PRELOAD
 from bootseer.prefetch.bundle.links import CONTENT as BUNDLES
 from bootseer.prefetch.bundle.links import FORMATS as IMAGES
 from bootseer.snapshots.catalogue import FORMATS as SNAPSHOTS

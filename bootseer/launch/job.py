@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from msgspec import Struct
 
@@ -41,6 +42,16 @@ class Job(Struct, frozen=True):
     """Whether workers are forked from a process that has done the imports of the last start."""
     is_standby: bool = False
     """Whether everything is prepared for `command`, but a later start runs it."""
+
+
+class PreloadHandoff(Struct, frozen=True):
+    """Preloading of a start, as the start tells its attendant."""
+
+    job_folder: Path
+    """Folder to which the job's processes write import records if the job is in an image."""
+    is_in_image: bool = False
+    publishes: bool = False
+    """Whether the records are published."""
 
 
 def setup_command(line: str) -> list[str]:

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -35,6 +34,7 @@ _log = logging.getLogger(__name__)
 _TIMELINE = "/run/bootseer/timeline.jsonl"
 _PACKAGE_INSIDE = Path("/run/bootseer/python/bootseer")
 """Folder in the container with our sources, for the Python processes whose imports are recorded."""
+_FOLDERS_INSIDE = "/run/bootseer"
 
 
 class Place(Protocol):
@@ -51,6 +51,12 @@ class Place(Protocol):
     def bind(self, source: Path, target: str) -> None:
         """Show the mount `source` to the job as `target`, before `enter`. Raises: BootseerError."""
 
+    def show_folder(self, folder: Path, name: str) -> str:
+        """Show a folder of ours to the job, which may write to it, before `enter`.
+
+        Return its path for the job, at which a container calls it `name`. Raises: BootseerError.
+        """
+
     def request(self, request: "Request") -> "Request":
         """Return the set-up `request` for this place; may enter it. Raises: BootseerError."""
 
@@ -63,7 +69,19 @@ class Place(Protocol):
     def show(self, folder: Path, path: str) -> None:
         """Show a folder of the host to the job as `path`, after `enter`. Raises: OSError."""
 
-    def become(self, command: tuple[str, ...]) -> NoReturn:
+    def arguments(self, command: tuple[str, ...]) -> tuple[str, ...]:
+        """Return all words of the command: a container's entrypoint comes first."""
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of the command. Raises: BootseerError."""
+
+    def enter_copy(self) -> None:
+        """Move a copy of this process to root, folder and user of the command, after `enter`.
+
+        Raises: BootseerError, OSError.
+        """
+
+    def become(self, arguments: tuple[str, ...]) -> NoReturn:
         """Replace this process by the command. Raises: SetupFailedError with 126 or 127."""
 
     def close(self) -> None:
@@ -83,6 +101,9 @@ class HostPlace:
     def bind(self, source: Path, target: str) -> None:
         pass
 
+    def show_folder(self, folder: Path, name: str) -> str:
+        return str(folder)
+
     def request(self, request: "Request") -> "Request":
         return request
 
@@ -101,11 +122,20 @@ class HostPlace:
     def show(self, folder: Path, path: str) -> None:
         pass
 
-    def become(self, command: tuple[str, ...]) -> NoReturn:
+    def arguments(self, command: tuple[str, ...]) -> tuple[str, ...]:
+        return command
+
+    def environment(self) -> dict[str, str]:
+        return recording_environment(os.environ) if self._watches else dict(os.environ)
+
+    def enter_copy(self) -> None:
+        pass
+
+    def become(self, arguments: tuple[str, ...]) -> NoReturn:
         hand_over()
         if self._watches:
             os.environ.update(recording_environment(os.environ))
-        execute(command)
+        execute(arguments)
 
     def close(self) -> None:
         pass
@@ -128,6 +158,12 @@ class ImagePlace:
     def bind(self, source: Path, target: str) -> None:
         self._container.bind(source, target)
 
+    def show_folder(self, folder: Path, name: str) -> str:
+        target = f"{_FOLDERS_INSIDE}/{name}"
+        _give(self._container, folder)
+        self._container.bind(folder, target)
+        return target
+
     def request(self, request: "Request") -> "Request":
         container = self._container
         container.enter()
@@ -139,7 +175,7 @@ class ImagePlace:
             scratch=container.scratch / "setups",
             layers=_layers(container),
             directory=container.config.working_dir or "/",
-            environ=self._environment(),
+            environ=self._plain_environment(),
             runner=container.run,
         )
 
@@ -153,7 +189,7 @@ class ImagePlace:
         container = self._container
         return CacheJob(
             command or arguments_of(container.config, (), self._job.entrypoint),
-            self._environment(),
+            self._plain_environment(),
             root=container.root,
             directory=container.config.working_dir or "/",
             base=container.image.record.identity,
@@ -166,24 +202,34 @@ class ImagePlace:
         from bootseer.linux.root_paths import resolve_in_root
 
         container = self._container
-        user = container.job_user()
-        if user.uid and not container.rootless:
-            os.chown(folder, user.uid, user.gid, follow_symlinks=False)
+        _give(container, folder)
         place: Path = resolve_in_root(container.root, path)
         place.mkdir(parents=True, exist_ok=True)
         mount(folder, place, flags=MS_BIND)
 
-    def become(self, command: tuple[str, ...]) -> NoReturn:
-        environment: Mapping[str, str] = self._environment()
+    def arguments(self, command: tuple[str, ...]) -> tuple[str, ...]:
+        from bootseer.prefetch.container.process import arguments_of
+
+        return arguments_of(self._container.config, command, self._job.entrypoint)
+
+    def environment(self) -> dict[str, str]:
+        environment = self._plain_environment()
         if self._watches:
             environment = recording_environment(environment, _PACKAGE_INSIDE)
+        return environment
+
+    def enter_copy(self) -> None:
+        self._container.enter_copy()
+
+    def become(self, arguments: tuple[str, ...]) -> NoReturn:
+        environment = self.environment()
         hand_over()
-        self._container.exec(command, environment, entrypoint=self._job.entrypoint)
+        self._container.exec(arguments, environment)
 
     def close(self) -> None:
         self._container.close()
 
-    def _environment(self) -> dict[str, str]:
+    def _plain_environment(self) -> dict[str, str]:
         """Return this process's environment variables as a program in the container gets them."""
         environment = self._container.job_environment(os.environ)
         if any(bind.target == _TIMELINE for bind in self._container.binds):
@@ -209,15 +255,14 @@ def open_place(settings: Settings, job: Job, timeline: Timeline, say: Say) -> Pl
 
         check_runc()
     from bootseer.served.processes import TREE, start
-    from bootseer.served.service import RUN
-    from bootseer.served.users import lingering_mounts
+    from bootseer.served.service import RUN, lingering_services
 
     with timeline.span("image") as span, contextlib.ExitStack() as stack:
         process = None
         # The server loads its code while this process resolves the image. If it cannot be begun,
         # mounting reports why. A lingering mount has its server already.
         with contextlib.suppress(BootseerError):
-            if not any(lingering_mounts(settings.run_dir, RUN)):
+            if not any(lingering_services(settings.run_dir, RUN)):
                 process = stack.enter_context(start(TREE, settings.run_dir, copy=True))
         from bootseer.prefetch.container.container import prepare_container
         from bootseer.prefetch.container.extracted import prepare_extracted
@@ -271,9 +316,14 @@ def _layers(container: "Container") -> "Layers":
 def _show_timeline(container: "Container", path: Path) -> None:
     """Bind the timeline into the container, writable for the user that the job runs as."""
     container.bind(path, _TIMELINE)
+    try:
+        _give(container, path)
+    except OSError as error:
+        _log.debug("stages of the job itself will not be on the timeline: %s", error)
+
+
+def _give(container: "Container", path: Path) -> None:
+    """Make the user of the job the owner of a file or folder. Raises: OSError."""
     user = container.job_user()
     if user.uid and not container.rootless:
-        try:
-            os.chown(path, user.uid, -1, follow_symlinks=False)
-        except OSError as error:
-            _log.debug("stages of the job itself will not be on the timeline: %s", error)
+        os.chown(path, user.uid, user.gid, follow_symlinks=False)

@@ -1,74 +1,84 @@
-"""Preloaders of a start, and the import records that the nodes of a job share through the store.
+"""Preloaders of a start, from their folders to the command that is forked.
 
-A worker writes an import record on its node when it is ready. The attendant, which publishes kept
-caches, also publishes the record; a node without a record fetches it from there. Only this module
-uses the store's folder `preload/`. The preloader itself is in `served.preload`.
+The preloaders themselves are in `served.preload`; the records that they follow, in
+`launch.import_records`. Main thread only.
 """
 
-import contextlib
-import json
 import os
-from pathlib import Path
 
-from bootseer.base.wait_budget import WAIT_BUDGET
-from bootseer.errors import BootseerError
-from bootseer.launch.job import Job
-from bootseer.linux.private_files import write_private_file
-from bootseer.profile.collect import recording_environment
-from bootseer.served.preload.launching import begin_preloaders
-from bootseer.served.preload.programs import read_record, record_paths
+from bootseer.errors import BootseerError, InvalidInputError
+from bootseer.launch.import_records import fetch_records
+from bootseer.launch.job import Job, PreloadHandoff, Say
+from bootseer.launch.place import Place
+from bootseer.served.preload.launching import (
+    PreloaderFolder,
+    begin_preloaders,
+    make_preloaders,
+)
 from bootseer.settings.config import Settings
-from bootseer.store import Store, open_own_store
 
-FOLDER = "preload/"
-"""Folder of the store with one import record per job and program."""
-_BYTES_MAX = 8 << 20
-# Preloading saves a few seconds, so a slow store may not cost more than this.
-_FETCH_S = 2.0
+_NAMES = ("preload", "preload-launcher")
 
 
-def begin(settings: Settings, job: Job) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Begin the preloaders, with import records from the store if this node has none.
+class Preloading:
+    """Preloaders of this start. A failure is one warning, and workers start ordinarily."""
 
-    Return variables for the job, and its command. Raises: BootseerError, OSError.
-    """
-    paths = record_paths(settings)
-    if not WAIT_BUDGET.is_spent and not paths[0].exists():
-        with (
-            contextlib.suppress(BootseerError, OSError),
-            contextlib.closing(open_own_store(settings, deadline_s=_FETCH_S)) as store,
-        ):
-            for path in paths:
-                write_private_file(path, store.read(_key(path), 0, _BYTES_MAX))
-    environ = recording_environment(os.environ)
-    return begin_preloaders(settings, environ, job.command, is_standby=job.is_standby)
+    def __init__(self, settings: Settings, job: Job, say: Say, *, publishes: bool) -> None:
+        self._settings = settings
+        self._job = job
+        self._say = say
+        self._publishes = publishes
+        self._folders: list[PreloaderFolder] = []
+        self._is_in_image = bool(job.image)
 
+    def show(self, place: Place, *, records: bool) -> None:
+        """Make the preloaders' folders, and show them to the job, before the place is entered.
 
-def publish(settings: Settings, store: Store) -> bool:
-    """Publish this node's import records unless the store has equal ones; return whether it did.
+        `records`: whether imports are recorded. Never raises.
+        """
+        job = self._job
+        try:
+            if not records:
+                raise InvalidInputError("--preload needs recorded imports (trace_python)")
+            if job.runtime != "chroot":
+                raise InvalidInputError(f"--preload does not work with --runtime {job.runtime}")
+            if self._is_in_image and job.is_standby:
+                raise InvalidInputError("--preload holds no imports for an image")
+            fetch_records(self._settings, in_image=self._is_in_image)
+            self._folders = make_preloaders(self._settings, in_image=self._is_in_image)
+            for folder, name in zip(self._folders, _NAMES, strict=False):
+                folder.shown = place.show_folder(folder.job, name)
+        except (BootseerError, OSError) as error:
+            self._warn(error)
 
-    Raises: BootseerError, OSError.
-    """
-    return sum(_publish(path, store) for path in record_paths(settings)) > 0
+    def begin(self, place: Place, command: tuple[str, ...]) -> tuple[str, ...]:
+        """Begin the preloaders. Return the command, which may change. Never raises.
 
+        Call it after the environments, since the preloaders import from them.
+        """
+        if not self._folders:
+            return command
+        try:
+            added, command = begin_preloaders(
+                self._settings,
+                self._folders,
+                place.environment(),
+                command,
+                is_standby=self._job.is_standby,
+                enter=place.enter_copy if self._is_in_image else None,
+            )
+        except (BootseerError, OSError) as error:
+            self._warn(error)
+        else:
+            os.environ.update(added)
+        return command
 
-def _publish(path: Path, store: Store) -> bool:
-    if read_record(path) is None:
-        return False
-    data = path.read_bytes()
-    # An object that cannot be read as a record is replaced.
-    with contextlib.suppress(BootseerError, OSError, ValueError, AttributeError):
-        if _compared(data) == _compared(store.read(_key(path), 0, _BYTES_MAX)):
-            return False
-    store.publish(_key(path), data, replace=True)
-    return True
+    def handoff(self) -> PreloadHandoff | None:
+        """Return what the attendant is to do for the preloaders."""
+        if not self._folders:
+            return None
+        return PreloadHandoff(self._folders[0].job, self._is_in_image, self._publishes)
 
-
-def _compared(data: bytes) -> object:
-    """Return the members of a record to compare: salts and digests differ at each start."""
-    record = json.loads(data)
-    return [record.get(name) for name in ("executable", "words", "modules", "missing")]
-
-
-def _key(path: Path) -> str:
-    return f"{FOLDER}{path.name}"
+    def _warn(self, error: Exception) -> None:
+        self._folders = []
+        self._say(f"warning: workers start without a preloader: {error}")

@@ -15,10 +15,11 @@ from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fuse.striped.mounted.mount import unmount_checkpoints
 from bootseer.linux.mount_table import find_mount
 from bootseer.linux.namespaces import mount_namespace
-from bootseer.linux.processes import ProcessId, living_processes
+from bootseer.linux.processes import ProcessId
 from bootseer.served.ending import sweep
 from bootseer.served.service import (
     CHECKPOINT,
+    Service,
     ServiceState,
     attendants,
     dead_mounts,
@@ -38,25 +39,25 @@ def tidy(settings: Settings, job: str, say: Callable[[str], None]) -> None:
     Mounts that other jobs of the user use stay. `say` gets one sentence per lost file or failure.
     """
     run_dir = settings.run_dir
-    ended = [
-        (folder, state)
-        for folder, state in live_mounts(run_dir)
-        if job and state.process.lives() and job_of(state.pid) == job
-    ]
-    for _, state in attendants(run_dir):
-        if job and state.process.lives() and job_of(state.pid) == job:
-            state.process.kill(signal.SIGTERM)
-    for folder, state in ended:
+
+    def is_of_job(service: Service) -> bool:
+        process = service.state.process
+        return bool(job) and process.lives() and job_of(process.pid) == job
+
+    ended = [*filter(is_of_job, live_mounts(run_dir))]
+    for attendant in filter(is_of_job, attendants(run_dir)):
+        attendant.state.process.kill(signal.SIGTERM)
+    for service in ended:
         # A server ends by itself after its last user; one that hangs is killed, as Slurm would.
-        if not wait_released(folder, _END_S) and not _is_used(folder, state, job):
-            _kill_session(state.process)
-            wait_released(folder, _END_S)
-    for folder, state in dead_mounts(run_dir):
+        if not wait_released(service.folder, _END_S) and not _is_used(service, job):
+            _kill_session(service.state.process)
+            wait_released(service.folder, _END_S)
+    for service in dead_mounts(run_dir):
         # A mount in a job's private /tmp went with that namespace; here the same path is another
         # directory.
-        is_here = state.mount_namespace in ("", mount_namespace())
-        if is_here and not _is_used(folder, state, job):
-            _unmount(run_dir, state, say)
+        is_here = service.state.mount_namespace in ("", mount_namespace())
+        if is_here and not _is_used(service, job):
+            _unmount(run_dir, service.state, say)
     sweep(run_dir)
 
 
@@ -83,12 +84,9 @@ def _kill_session(server: ProcessId) -> None:
                     process.kill(signal.SIGKILL)
 
 
-def _is_used(folder: Path, state: ServiceState, job: str) -> bool:
+def _is_used(service: Service, job: str) -> bool:
     """Return whether another job than `job`, whose own processes do not count, uses the mount."""
-    users = [*living_processes(folder / "users")]
-    if state.user is not None and state.user.lives():
-        users.append(state.user)
-    return any(not job or job_of(process.pid) != job for process in users)
+    return any(not job or job_of(pid) != job for pid in service.users())
 
 
 def _unmount(run_dir: Path, state: ServiceState, say: Callable[[str], None]) -> None:

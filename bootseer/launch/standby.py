@@ -5,8 +5,7 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError
 from bootseer.report.decoding import decode
-from bootseer.served.service import CHECKPOINT, RUN
-from bootseer.served.status import KnownServer
+from bootseer.served.service import CHECKPOINT, RUN, Service
 from bootseer.settings.config import Settings
 from bootseer.timeline.otlp import START, Stage
 
@@ -34,7 +33,7 @@ def expected_s(settings: Settings) -> tuple[float, float] | None:
     return None
 
 
-def warm_sentence(known: KnownServer) -> str:
+def warm_sentence(known: Service) -> str:
     """Return a sentence about the part of a checkpoint folder or image that is in memory.
 
     Empty for other kinds of mounts. Raises: BootseerError.

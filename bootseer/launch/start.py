@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from bootseer import loaded_ns
 from bootseer.base.wait_budget import WAIT_BUDGET
-from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.launch.attendant import Attendant
 from bootseer.launch.checkpoints import CheckpointMounts
 from bootseer.launch.job import Job, Say, setup_command
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     import subprocess
 
     from bootseer.launch.caches.run import KeptCache
+    from bootseer.launch.preloading import Preloading
 
 
 def launch(settings: Settings, job: Job, say: Say) -> NoReturn:
@@ -70,10 +70,11 @@ def _start(settings: Settings, job: Job, setups: list[list[str]], say: Say) -> N
         rank=settings.rank,
     )
     keeps_caches = bool(job.kept) or (settings.keep_caches and not is_default_store(settings))
+    preloading = _preloading(settings, job, say, publishes=keeps_caches) if job.preload else None
     attendant = Attendant(settings, say)
     checkpoints: CheckpointMounts | None = None
     place: Place | None = None
-    attendant.begin(timeline, keeps_caches=keeps_caches)
+    attendant.begin(timeline, is_needed=keeps_caches or job.preload)
     try:
         with timeline.span(START, since_ns=loaded_ns) as start:
             # Servers, set-ups and the command write to the timeline, too.
@@ -89,6 +90,8 @@ def _start(settings: Settings, job: Job, setups: list[list[str]], say: Say) -> N
             checkpoints = CheckpointMounts(settings, job.checkpoints, say, aside=bool(job.image))
             checkpoints.start()
             place = open_place(settings, job, stages, say)
+            if preloading is not None:
+                preloading.show(place, records=settings.trace_python and timeline.is_written)
             if place.is_image:
                 # After the container is entered, new mounts of the host do not appear in it.
                 for source, target in checkpoints.finish():
@@ -106,15 +109,17 @@ def _start(settings: Settings, job: Job, setups: list[list[str]], say: Say) -> N
             place.enter()
             # After the environments: installed versions are part of a cache's key.
             caches, begun_ns = _restore_caches(settings, job, place, stages, say)
-            command = _preload(settings, job, place, timeline, say) if job.preload else job.command
+            arguments = place.arguments(job.command)
+            if preloading is not None:
+                arguments = preloading.begin(place, arguments)
             checkpoints.finish()
-            preloads = job.preload and keeps_caches
+            preloads = preloading.handoff() if preloading is not None else None
             attendant.complete(caches, begun_ns=begun_ns, preloads=preloads)
         if job.is_standby:
             hand_over()
             # A program of the host: also in a container, this process still sees the host's root.
             execute(["true"])
-        place.become(command)
+        place.become(arguments)
     except BaseException:
         attendant.abandon()
         if place is None or not place.is_entered:
@@ -212,26 +217,11 @@ def _restore_caches(
     return found.kept, found.begun_ns
 
 
-def _preload(
-    settings: Settings, job: Job, place: Place, timeline: Timeline, say: Say
-) -> tuple[str, ...]:
-    """Begin the preloaders. Return the command, which may change. Never raises.
+def _preloading(settings: Settings, job: Job, say: Say, *, publishes: bool) -> "Preloading":
+    # Imported here, since most starts do not preload.
+    from bootseer.launch.preloading import Preloading
 
-    Call it after the environments, since the preloaders import from them.
-    """
-    from bootseer.launch.preloading import begin
-
-    try:
-        if place.is_image or not (settings.trace_python and timeline.is_written):
-            raise InvalidInputError(
-                "--preload needs recorded imports (trace_python), and no --image"
-            )
-        added, command = begin(settings, job)
-    except (BootseerError, OSError) as error:
-        say(f"warning: workers start without a preloader: {error}")
-        return job.command
-    os.environ.update(added)
-    return command
+    return Preloading(settings, job, say, publishes=publishes)
 
 
 def _may_have_members(settings: Settings) -> bool:

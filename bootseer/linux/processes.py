@@ -184,13 +184,13 @@ def wait_readable(descriptors: Iterable[int], timeout_s: float | None) -> list[i
     return [descriptor for descriptor, _ in poll.poll(timeout_ms)]
 
 
-def close_descriptors(kept: int) -> None:
+def close_descriptors(*kept: int) -> None:
     """Close all descriptors of this process except the standard files and `kept`.
 
     Not by counting up to the limit, which may be 2^30: a billion calls without close_range(2).
     """
     for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) != kept:
+        if int(name) > 2 and int(name) not in kept:
             with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.close(int(name))
 

@@ -22,10 +22,11 @@ from bootseer.linux.removal import remove_tree
 from bootseer.served.overlays import container_source, overlays, unmount_overlays
 from bootseer.served.service import (
     CHECKPOINT,
-    PUBLISH,
+    PRELOAD,
     START_PREFIX,
     ServiceState,
     dead_mounts,
+    has_mount,
     is_alive,
     live_mounts,
     read_state,
@@ -161,9 +162,12 @@ def sweep_one(directory: Path) -> bool:
         return False
     try:
         state = read_state(directory)
-        if state is not None and state.purpose != PUBLISH:
+        if state is not None and has_mount(state):
             if _is_elsewhere(state) or works_without_server(directory):
                 return False
+            if state.purpose == CHECKPOINT and Path(state.directory).parent == directory:
+                # It was mounted to be bound into a container, whose mount is another one.
+                _unmount_left_over(Path(state.directory))
             # A checkpoint folder stays mounted while its job may use it: after an unmount the job
             # would write into the directory below the mount.
             if state.purpose == CHECKPOINT and _is_reportable(state, state_path):
@@ -177,6 +181,10 @@ def sweep_one(directory: Path) -> bool:
                 _unmount_left_over(Path(state.directory))
             if state.scratch:
                 remove_scratch(Path(state.scratch))
+        elif state is not None and state.purpose == PRELOAD:
+            # The job writes its record there, and starts its workers by the program `python`.
+            if state.user is not None and state.user.lives():
+                return False
         elif state is None and (scratch := _announced_scratch(directory)) is not None:
             remove_scratch(scratch)
         remove_service_dir(directory)

@@ -1,17 +1,20 @@
-"""Folders of services: one under `run_dir/services` per server, attendant and publisher.
+"""Services: whatever of Bootseer's is mounted or works on this node, each with one folder.
 
-Only this module defines its layout: `state.json` (a `ServiceState`), `control` (the server's
-socket), `users` (`served.users`), and `lock`, which a process of the service holds as long as it
-lives. A folder whose lock is free belongs to a dead service; `ending` removes it, unless it is a
-start's: its notes are for the attendant, which removes it later. `hold_folder` is the life of a
-server in its folder. Edge module; any thread.
+Only this module defines the layout of such a folder, which lies in `run_dir/services`: `state.json`
+(a `ServiceState`), `control` (the service's socket), `users` (a note for each process that uses it;
+`served.users`), and `lock`, which a process of the service holds as long as it lives. A folder
+whose lock is free belongs to a dead service; `ending` removes it, unless it is a start's: its notes
+are for the attendant, which removes it later. `hold_folder` is the life of a server in its folder.
+Edge module; any thread.
 """
 
 import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -24,7 +27,7 @@ from bootseer.linux.private_files import (
     read_private_file,
     write_private_file,
 )
-from bootseer.linux.processes import ProcessId
+from bootseer.linux.processes import ProcessId, living_pids
 from bootseer.linux.removal import remove_tree
 
 CHECKPOINT = "checkpoint"
@@ -39,9 +42,15 @@ LINK = "link"
 """Purpose of an overlay over an extracted tree, or inside a job's own view."""
 VOLUME = "volume"
 """Purpose of a tree that volumes of pods show."""
+PRELOAD = "preload"
+"""Purpose of a process from which a job's workers are forked."""
+WARMING = "warming"
+"""Purpose of a process that records or reads ahead a directory of another tool."""
 
+USERS = "users"
+"""Subfolder with the notes of the processes that use a service."""
 _STATE = "state.json"
-_WITHOUT_MOUNT = (ATTENDING, PUBLISH)
+_WITHOUT_MOUNT = (ATTENDING, PUBLISH, PRELOAD, WARMING)
 START_PREFIX = "start-"
 """Begin of the name of a start's folder."""
 # `is_alive` holds a lock for the time of one system call.
@@ -57,7 +66,7 @@ class ServiceState(Struct, frozen=True):
     index_digest: str
     workload: str
     directory: str
-    """Mount point."""
+    """Mount point; the directory that is warmed; "" for other services."""
     pid: int
     """Process id of the server; of the supervisor, if there is one."""
     started_ns: int
@@ -86,6 +95,8 @@ class ServiceState(Struct, frozen=True):
     """Number of the mount's FUSE connection; 0: none, or not known yet."""
     unwritten: tuple[str, ...] = ()
     """Files that were being written when the mount ended, and are lost."""
+    problem: str = ""
+    """Problem that the service reports itself, for people."""
 
     @property
     def process(self) -> ProcessId:
@@ -186,31 +197,110 @@ def read_state(directory: Path) -> ServiceState | None:
     return read_private_file(directory / _STATE, _STATE_FORM)
 
 
-def live_mounts(run_dir: Path) -> Iterator[tuple[Path, ServiceState]]:
-    """Yield the folder and state of each living server of a mount, the oldest first."""
-    yield from _services(run_dir, lambda state: state.purpose not in _WITHOUT_MOUNT, alive=True)
+# ---- the services of a node -------------------------------------------------------------------
 
 
-def attendants(run_dir: Path) -> Iterator[tuple[Path, ServiceState]]:
-    """Yield the folder and state of each start whose attendant lives, the oldest first."""
-    yield from _services(run_dir, lambda state: state.purpose == ATTENDING, alive=True)
+class Phase(Enum):
+    """Phase of a service, as its lock and its users say. It is stored nowhere."""
+
+    SERVING = "serving"
+    LINGERING = "lingering"
+    """No job uses it, but the attendant of one that has ended, for the job's next start."""
+    DEAD = "dead"
+    """Its processes have ended; `ending` removes what they left."""
 
 
-def dead_mounts(run_dir: Path) -> Iterator[tuple[Path, ServiceState]]:
-    """Yield the folder and state of each dead server of a mount, the oldest first."""
-    yield from _services(run_dir, lambda state: state.purpose not in _WITHOUT_MOUNT, alive=False)
+class Service(NamedTuple):
+    """A service of this node, alive or dead."""
+
+    folder: Path
+    state: ServiceState
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a process of the service lives now."""
+        return is_alive(self.folder)
+
+    @property
+    def phase(self) -> Phase:
+        """Phase of the service now."""
+        if not self.is_alive:
+            return Phase.DEAD
+        return Phase.LINGERING if is_lingering(self.folder) else Phase.SERVING
+
+    def users(self) -> set[int]:
+        """Return the pids of the living processes that use the service."""
+        users = living_pids(self.folder / USERS)
+        if self.state.user is not None and self.state.user.lives():
+            users.add(self.state.user.pid)
+        return users
+
+    def ask(self, command: str, timeout_s: float = 5.0) -> dict[str, Any]:
+        """Return the service's answer to a command. Raises: UnavailableError, DeadlineError."""
+        # Imported here, since a start asks no service before it needs one.
+        from bootseer.served.control import ask
+
+        return ask(self.folder, command, timeout_s=timeout_s)
 
 
-def _services(
-    run_dir: Path, matches: Callable[[ServiceState], bool], *, alive: bool
-) -> list[tuple[Path, ServiceState]]:
+def services(
+    run_dir: Path, matches: Callable[[ServiceState], bool] = lambda _: True
+) -> list[Service]:
+    """Return the services whose state matches, alive or dead, the oldest first."""
     found = []
     with contextlib.suppress(FileNotFoundError):
-        for directory in services_dir(run_dir).iterdir():
-            state = read_state(directory)
-            if state is not None and matches(state) and is_alive(directory) is alive:
-                found.append((directory, state))
-    return sorted(found, key=lambda pair: pair[1].started_ns)
+        for folder in services_dir(run_dir).iterdir():
+            state = read_state(folder)
+            if state is not None and matches(state):
+                found.append(Service(folder, state))
+    return sorted(found, key=lambda one: one.state.started_ns)
+
+
+def live_mounts(run_dir: Path) -> list[Service]:
+    """Return the living services that have mounted something, the oldest first."""
+    return [one for one in services(run_dir, has_mount) if one.is_alive]
+
+
+def dead_mounts(run_dir: Path) -> list[Service]:
+    """Return the dead services that had mounted something, the oldest first."""
+    return [one for one in services(run_dir, has_mount) if not one.is_alive]
+
+
+def attendants(run_dir: Path) -> list[Service]:
+    """Return the starts whose attendant lives, the oldest first."""
+    found = services(run_dir, lambda state: state.purpose == ATTENDING)
+    return [one for one in found if one.is_alive]
+
+
+def is_lingering(folder: Path) -> bool:
+    """Return whether all living users of a service are attendants, so that no job uses it."""
+    users = living_pids(folder / USERS)
+    return bool(users) and users <= {one.state.pid for one in attendants(folder.parent.parent)}
+
+
+def lingering_services(run_dir: Path, purpose: str, job: str = "") -> Iterator[Service]:
+    """Yield each lingering service with this purpose, and for `job` if given."""
+    for service in services(run_dir, lambda state: state.purpose == purpose):
+        if service.phase is Phase.LINGERING:
+            users = service.users()
+            if not job or any(
+                one.state.pid in users and one.state.reference == job for one in attendants(run_dir)
+            ):
+                yield service
+
+
+def find_checkpoints(run_dir: Path, directory: Path) -> Service | None:
+    """Return the service of the checkpoint folder last mounted on `directory` (absolute)."""
+    found = services(
+        run_dir,
+        lambda state: state.purpose == CHECKPOINT and state.directory == str(directory),
+    )
+    return max(found, key=lambda one: (one.is_alive, one.state.started_ns), default=None)
+
+
+def has_mount(state: ServiceState) -> bool:
+    """Return whether the service has mounted something. Pure."""
+    return state.purpose not in _WITHOUT_MOUNT
 
 
 # ---- the end ----------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
-"""State of all servers on this node, for `bootseer status`.
+"""State of all services of this node, for `bootseer status`.
 
-`known_servers` lists the servers that have a folder; `status_entry` returns what one serves, where
-and for whom, its health, and advice. Nothing here touches a mount, which could hang. Any thread.
+`status_entry` returns what a service serves, where and for whom, its health, and advice. Nothing
+here touches a mount, which could hang. Any thread.
 """
 
-import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,22 +14,18 @@ from msgspec import Struct
 
 from bootseer.errors import BootseerError
 from bootseer.linux import mount_table
-from bootseer.linux.locks import is_written
-from bootseer.linux.private_files import is_own
-from bootseer.linux.processes import living_pids
-from bootseer.served.control import ask
 from bootseer.served.overlays import overlays
 from bootseer.served.service import (
     ATTENDING,
     CHECKPOINT,
+    PRELOAD,
     PUBLISH,
     RUN,
     VOLUME,
+    WARMING,
+    Service,
     ServiceState,
-    is_alive,
     log_path,
-    read_state,
-    services_dir,
 )
 from bootseer.served.users import works_without_server
 
@@ -41,36 +36,17 @@ _KINDS = {
     "containerd": "containerd image",
     "link": "linked tree",
     CHECKPOINT: "checkpoints",
+    PRELOAD: "preloader",
     PUBLISH: "publisher",
     ATTENDING: "attendant",
     VOLUME: "volume",
+    WARMING: "warming",
 }
-# Kinds of processes without a folder, by the prefix of their logs' names.
-_BACKGROUND = {"preload": "preloader"}
 IMAGES = frozenset(("image", "container", "environment", "containerd image", "volume"))
 """Kinds that are trees served like images."""
+_SHOWN_AT_DIRECTORY = ("image", "containerd image", "checkpoints", "volume", "warming")
 _ANSWER_S = 2.0
 _RECENT_S = 600.0
-
-
-class KnownServer(Struct, frozen=True):
-    """A server with a folder, alive or dead."""
-
-    state: ServiceState
-    folder: Path
-    is_running: bool
-
-    @property
-    def kind(self) -> str:
-        """Kind of the mount, for people."""
-        kind = _KINDS.get(self.state.purpose, self.state.purpose)
-        if kind == "linked tree" and not self.state.index_digest:
-            return "own view"
-        return kind
-
-    def ask(self, command: str, timeout_s: float = 5.0) -> dict[str, Any]:
-        """Return the server's answer to a command. Raises: UnavailableError, DeadlineError."""
-        return ask(self.folder, command, timeout_s=timeout_s)
 
 
 class StatusEntry(Struct, frozen=True):
@@ -100,61 +76,23 @@ class StatusEntry(Struct, frozen=True):
     """The server's own status; docs/json.md has the keys."""
 
 
-def known_servers(run_dir: Path) -> list[KnownServer]:
-    """Return all servers, attendants and publishers with a folder, the oldest first."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        for folder in services_dir(run_dir).iterdir():
-            state = read_state(folder)
-            if state is not None:
-                found.append(KnownServer(state, folder, is_alive(folder)))
-    return sorted(found, key=lambda one: one.state.started_ns)
+def kind_of(state: ServiceState) -> str:
+    """Return the kind of a service, for people. Pure."""
+    kind = _KINDS.get(state.purpose, state.purpose)
+    return "own view" if kind == "linked tree" and not state.index_digest else kind
 
 
-def background_entries(run_dir: Path) -> Iterator[StatusEntry]:
-    """Yield the living processes that serve nothing and have no folder, found by their logs."""
-    with contextlib.suppress(OSError):
-        for log in sorted((run_dir / "logs").glob("*.log")):
-            purpose, _, name = log.stem.partition("-")
-            with contextlib.suppress(OSError):
-                if purpose in _BACKGROUND and is_own(log.lstat()) and is_written(log):
-                    yield StatusEntry(
-                        kind=_BACKGROUND[purpose],
-                        what=name,
-                        where=(),
-                        since_s=None,
-                        pid=None,
-                        worker_pid=None,
-                        users=(),
-                        health="ok",
-                        log=str(log),
-                    )
-
-
-def known_mounts(run_dir: Path) -> list[KnownServer]:
-    """Return the servers of checkpoint folders, the oldest first."""
-    return [one for one in known_servers(run_dir) if one.state.purpose == CHECKPOINT]
-
-
-def find_known(run_dir: Path, directory: Path) -> KnownServer | None:
-    """Return the server of the checkpoint folder last mounted on `directory` (absolute)."""
-    found = [one for one in known_mounts(run_dir) if one.state.directory == str(directory)]
-    return max(found, key=lambda one: (one.is_running, one.state.started_ns), default=None)
-
-
-def status_entry(known: KnownServer, run_dir: Path) -> StatusEntry:
-    """Return the row for a server. Asks the server, for two seconds at most."""
-    state, kind = known.state, known.kind
+def status_entry(service: Service, run_dir: Path) -> StatusEntry:
+    """Return the row for a service. Asks its server, for two seconds at most."""
+    state = service.state
+    kind = kind_of(state)
     shown = tuple(str(overlay.path) for overlay in overlays() if overlay.id == state.id)
-    if not shown and kind in ("image", "containerd image", "checkpoints", "volume"):
+    if not shown and kind in _SHOWN_AT_DIRECTORY:
         shown = (state.directory,)
     if kind == "container" and mount_table.find_mount(Path(state.directory)) is not None:
         shown = (state.directory,)  # a lingering container's tree is mounted on the host
     log = log_path(run_dir, state.id)
-    health, problem, remedy, figures = _health(known, kind, log)
-    users = living_pids(known.folder / "users")
-    if state.user is not None and state.user.lives():
-        users.add(state.user.pid)
+    health, problem, remedy, figures = _health(service, kind, log)
     return StatusEntry(
         kind=kind,
         what=state.reference.removeprefix("snapshot") if kind == "environment" else state.reference,
@@ -162,7 +100,7 @@ def status_entry(known: KnownServer, run_dir: Path) -> StatusEntry:
         since_s=state.started_ns / 1e9,
         pid=state.pid or None,
         worker_pid=state.worker_pid or None,
-        users=tuple(sorted(users)),
+        users=tuple(sorted(service.users())),
         health=health,
         problem=problem,
         remedy=remedy,
@@ -172,25 +110,29 @@ def status_entry(known: KnownServer, run_dir: Path) -> StatusEntry:
     )
 
 
-def _health(
-    known: KnownServer, kind: str, log: Path
-) -> tuple[str, str, str, dict[str, Any] | None]:
-    state, directory = known.state, known.state.directory
+def _health(service: Service, kind: str, log: Path) -> tuple[str, str, str, dict[str, Any] | None]:
+    state, directory = service.state, service.state.directory
+    is_alive = service.is_alive
     ends = {
         "image": f"`bootseer unmount {directory}` removes it",
         "checkpoints": f"`bootseer unmount {directory}` removes it; mount it again",
+        "preloader": "workers start ordinarily",
         "publisher": "a later start publishes again",
         "volume": "the CSI driver mounts it anew",
     }.get(kind, "the next start on this node removes it")
-    if not known.is_running and works_without_server(known.folder):
+    if not is_alive and works_without_server(service.folder):
         what = "the process that would remove it was killed"
         return "degraded", what, "the next start after the end of its users removes it", None
-    if not known.is_running:
+    if state.purpose == PRELOAD and not state.pid:
+        return "ok", "", "", None  # the job's imports are recorded, and none was preloaded
+    if not is_alive:
         return "dead", "its server was killed", ends, None
+    if state.problem:
+        return "degraded", state.problem, f"see {log}", None
     if kind not in IMAGES and kind != "checkpoints":
         return "ok", "", "", None
     try:
-        answer = known.ask("status", _ANSWER_S)
+        answer = service.ask("status", _ANSWER_S)
     except BootseerError as error:
         return "silent", str(error), f"see {log}; {ends}", None
     # If neither process is visible, both are in a PID namespace that is hidden from this process.
@@ -224,7 +166,7 @@ def _problem_of(answer: Mapping[str, Any], kind: str) -> str:
     return f"its bundle has failed: {prefetch['error']}" if prefetch and prefetch["error"] else ""
 
 
-def foreign_entries(known: Iterable[KnownServer], run_dir: Path) -> Iterator[StatusEntry]:
+def foreign_entries(known: Iterable[Service], run_dir: Path) -> Iterator[StatusEntry]:
     """Yield the mounts here whose servers have no folder in this `run_dir`."""
     servers = list(known)
     directories = {one.state.directory for one in servers}

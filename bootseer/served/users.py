@@ -1,9 +1,9 @@
-"""Reference counting for overlays and lingering mounts: the processes that use each of them.
+"""Reference counting for services: the processes that use each of them.
 
-The folder of a mount (`folders`) has a subfolder `users` with one empty file per process, or a file
-`keep` for a mount that stays until it is unmounted. A mount without any of these files is still
-being set up. The server unmounts the overlay when its last user has ended. Only this module uses
-the subfolder. Any thread, and every process of the node.
+The folder of a service (`service`) has a subfolder `users` with one empty file per process, or a
+file `keep` for a mount that stays until it is unmounted. A mount without any of these files is
+still being set up. The server unmounts the overlay when its last user has ended. Only this module
+writes to the subfolder. Any thread, and every process of the node.
 """
 
 import contextlib
@@ -27,11 +27,12 @@ from bootseer.linux.removal import remove_tree
 from bootseer.served.overlays import Overlay, overlay_at, overlays, unmount_overlay
 from bootseer.served.service import (
     LINK,
-    ServiceState,
-    attendants,
+    PRELOAD,
+    USERS,
+    has_mount,
     is_alive,
-    live_mounts,
     read_state,
+    services,
     services_dir,
     take_lock,
 )
@@ -39,7 +40,6 @@ from bootseer.served.service import (
 _log = logging.getLogger(__name__)
 
 _KEEP = "keep"
-_USERS = "users"
 LOCK_S = 30.0
 """Longest wait for the lock, which is held for moments, or for the time of a stuck unmount."""
 # Interval of checks in addition to the kernel's events for changed mounts and ended processes.
@@ -113,67 +113,51 @@ def join(state_dir: Path, overlay: Overlay | None, pid: int | None) -> bool:
 
 def _write_user(state_dir: Path, pid: int | None) -> None:
     if pid is None:
-        write_note(state_dir / _USERS, _KEEP)
+        write_note(state_dir / USERS, _KEEP)
     else:
-        note_process(state_dir / _USERS, pid)
+        note_process(state_dir / USERS, pid)
 
 
 def has_users(state_dir: Path) -> bool:
     """Return whether the mount has, or had, users, and so was set up."""
-    return bool(note_names(state_dir / _USERS))
+    return bool(note_names(state_dir / USERS))
 
 
 def is_kept(state_dir: Path) -> bool:
     """Return whether the mount stays until it is unmounted, whichever process ends."""
-    return _KEEP in note_names(state_dir / _USERS)
+    return _KEEP in note_names(state_dir / USERS)
 
 
 def other_users(state_dir: Path) -> set[int]:
     """Return the living users except this process and its ancestors."""
-    return living_pids(state_dir / _USERS) - own_ancestry()
+    return living_pids(state_dir / USERS) - own_ancestry()
 
 
 def is_others_only(state_dir: Path) -> bool:
     """Return whether the mount has living users, but not this process or an ancestor."""
-    users = living_pids(state_dir / _USERS)
+    users = living_pids(state_dir / USERS)
     return bool(users) and not users & own_ancestry()
 
 
 def next_user(state_dir: Path) -> ProcessId | None:
     """Return a living user; None if there is none."""
-    return next(living_processes(state_dir / _USERS), None)
+    return next(living_processes(state_dir / USERS), None)
 
 
 # ---- lingering --------------------------------------------------------------------------------
 
 
-def share_mounts(run_dir: Path, pid: int) -> None:
-    """Make process `pid` a user of every mount that this process uses. Raises: BootseerError."""
+def share_services(run_dir: Path, pid: int) -> None:
+    """Make process `pid` a user of each mount and preloader that this process uses.
+
+    Raises: BootseerError.
+    """
     ours = ProcessId.of(os.getpid())
-    for state_dir, state in live_mounts(run_dir):
-        if state.user == ours or ours in living_processes(state_dir / _USERS):
-            add_user(state_dir, ours.pid)
-            add_user(state_dir, pid)
-
-
-def is_lingering(state_dir: Path) -> bool:
-    """Return whether all living users are attendants, so that no job uses the mount."""
-    users = living_pids(state_dir / _USERS)
-    run_dir = state_dir.parent.parent
-    return bool(users) and users <= {state.pid for _, state in attendants(run_dir)}
-
-
-def lingering_mounts(
-    run_dir: Path, purpose: str, job: str = ""
-) -> Iterator[tuple[Path, ServiceState]]:
-    """Yield folder and state of each lingering mount with this purpose, and for `job` if given."""
-    for state_dir, state in live_mounts(run_dir):
-        if state.purpose == purpose and is_lingering(state_dir):
-            users = living_pids(state_dir / _USERS)
-            if not job or any(
-                one.pid in users and one.reference == job for _, one in attendants(run_dir)
-            ):
-                yield state_dir, state
+    for service in services(run_dir, lambda state: has_mount(state) or state.purpose == PRELOAD):
+        uses = service.state.user == ours or ours in living_processes(service.folder / USERS)
+        if uses and service.is_alive:
+            add_user(service.folder, ours.pid)
+            add_user(service.folder, pid)
 
 
 def last_user(state_dir: Path) -> ProcessId | None:
@@ -181,7 +165,7 @@ def last_user(state_dir: Path) -> ProcessId | None:
     with contextlib.suppress(OSError, BootseerError), _users_locked(state_dir):
         user = next_user(state_dir)
         if user is None and has_users(state_dir):
-            remove_tree(state_dir / _USERS)
+            remove_tree(state_dir / USERS)
         return user
     return None
 

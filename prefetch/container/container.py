@@ -32,10 +32,10 @@ from bootseer.linux.scripts import RunOptions
 from bootseer.prefetch.container.process import (
     ProcessSpec,
     User,
-    arguments_of,
     become,
     job_environment,
     resolve_user,
+    take_place,
 )
 from bootseer.prefetch.container.root import Bind, mount_overlay, parse_bind, populate
 from bootseer.prefetch.images.find import publish_later
@@ -43,13 +43,12 @@ from bootseer.prefetch.images.mount import MountedImage, mount_image
 from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.records import ImageConfig
 from bootseer.prefetch.serve.plan import ServeOptions
-from bootseer.served.control import ask
 from bootseer.served.ending import announce_scratch, kill_silent, make_own_scratch
 from bootseer.served.processes import TREE, Process, start
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.served.ready_socket import add_ready_names
-from bootseer.served.service import RUN, is_alive, new_service_dir
-from bootseer.served.users import join, lingering_mounts
+from bootseer.served.service import RUN, is_alive, lingering_services, new_service_dir
+from bootseer.served.users import join
 from bootseer.settings.config import Settings
 from bootseer.timeline.otlp import LIVE
 
@@ -171,20 +170,27 @@ class Container(Struct):
             options["env"] = self.job_environment(os.environ)
         return subprocess.run(args, check=False, preexec_fn=into_root, **options)
 
-    def exec(
-        self, command: Sequence[str], environment: Mapping[str, str], entrypoint: str | None = None
-    ) -> NoReturn:
-        """Replace this process by the image's entrypoint with `command`, or by runc that runs it.
+    def enter_copy(self) -> None:
+        """Move a copy of this process, which has entered, to root, folder and user of the job.
 
-        `environment` has all variables of the program; see `job_environment`, and `arguments_of`.
-        Raises: as `enter`; SetupFailedError (126, 127) if there is no such program.
+        Raises: OSError, BootseerError.
+        """
+        user = self.job_user()
+        # Not `change_root`, which would move the original as well.
+        os.chroot(self.root)
+        os.chdir("/")
+        take_place(self.config.working_dir or "/", user, rootless=self.rootless)
+
+    def exec(self, arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+        """Replace this process by a program of the image, or by runc that runs it.
+
+        `arguments` and `environment` are all of the program's; see `arguments_of` and
+        `job_environment`. Raises: as `enter`; SetupFailedError (126, 127) if there is no such
+        program.
         """
         self.enter()
         spec = ProcessSpec(
-            arguments_of(self.config, command, entrypoint),
-            environment,
-            self.config.working_dir or "/",
-            self.job_user(),
+            tuple(arguments), environment, self.config.working_dir or "/", self.job_user()
         )
         if self.runtime == RUNC:
             from bootseer.prefetch.container.runc import exec_runc
@@ -226,7 +232,7 @@ def prepare_container(
         runs_as = image.record.config.user if user is None else user
         try:
             fingerprint = _fingerprint_of(settings, image.record.identity, owner)
-            has_other = any(lingering_mounts(settings.run_dir, RUN, settings.job))
+            has_other = any(lingering_services(settings.run_dir, RUN, settings.job))
             how = "changed" if has_other else "mounted"
             live = _take_over(settings, image, fingerprint)
             if live is not None:
@@ -302,11 +308,12 @@ def _take_over(settings: Settings, resolved: FoundImage, fingerprint: str) -> Mo
 
     A server that does not answer is ended. Return None if there is no such tree. Never raises.
     """
-    for state_dir, state in lingering_mounts(settings.run_dir, RUN):
+    for service in lingering_services(settings.run_dir, RUN):
+        state_dir, state = service
         if state.fingerprint != fingerprint:
             continue
         try:
-            ask(state_dir, "status")
+            service.ask("status")
         except BootseerError as error:
             _log.info("the tree on %s cannot be used again: %s", state.directory, error)
             with contextlib.suppress(OSError):

@@ -142,11 +142,8 @@ def become(spec: ProcessSpec, *, rootless: bool) -> NoReturn:
     run, as shells do; BootseerError.
     """
     try:
-        os.makedirs(spec.working_dir, exist_ok=True)
-        os.chdir(spec.working_dir)
-        if not rootless:
-            _take_identity(spec.user)
-        elif spec.user.uid:
+        take_place(spec.working_dir, spec.user, rootless=rootless)
+        if rootless and spec.user.uid:
             _log.warning("without root, all processes of a container run as its root user")
     except OSError as error:
         raise from_oserror(error, f"start {spec.arguments[0]} in the container") from error
@@ -159,7 +156,12 @@ def become(spec: ProcessSpec, *, rootless: bool) -> NoReturn:
         ) from error
 
 
-def _take_identity(user: User) -> None:
+def take_place(working_dir: str, user: User, *, rootless: bool) -> None:
+    """Move this process to a folder of the current root, and become the user. Raises: OSError."""
+    os.makedirs(working_dir, exist_ok=True)
+    os.chdir(working_dir)
+    if rootless:
+        return
     if (user.uid, user.gid, user.groups) != (0, 0, ()) or os.getgroups():
         os.setgroups(user.groups)
         os.setgid(user.gid)

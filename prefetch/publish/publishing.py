@@ -206,14 +206,11 @@ def _await_start(settings: Settings, index_digest: str) -> None:
 
 
 def _is_starting(settings: Settings, index_digest: str) -> bool:
-    # Imported late: starts load this module, but do not need this.
-    from bootseer.served.control import ask
-
-    for state_dir, state in live_mounts(settings.run_dir):
-        if state.index_digest == index_digest:
+    for service in live_mounts(settings.run_dir):
+        if service.state.index_digest == index_digest:
             # A server that does not answer has ended or is idle.
             with contextlib.suppress(BootseerError, OSError):
-                if ask(state_dir, "status").get("record") == "recording":
+                if service.ask("status").get("record") == "recording":
                     return True
     return False
 

@@ -18,14 +18,13 @@ from bootseer.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
-from bootseer.linux.locks import lock_file
 from bootseer.linux.processes import ProcessId
 from bootseer.prefetch.warm.reader import DEFAULT_THREAD_COUNT
-from bootseer.prefetch.warm.record import WarmRecord, identity_of, read_record
+from bootseer.prefetch.warm.record import WarmRecord, identity_of, key_of, read_record
 from bootseer.prefetch.warm.recording import ARM_S
-from bootseer.prefetch.warm.state import node_paths, read_state
 from bootseer.served.processes import WARMER, start
 from bootseer.served.ready_socket import add_ready_names, new_ready_name
+from bootseer.served.service import is_alive, log_path, services_dir
 from bootseer.settings.config import Settings
 from bootseer.store import open_store
 
@@ -38,6 +37,23 @@ READ_DEADLINE_S = 600.0
 _LOG_BYTES_MAX = 2**20
 
 
+class NodePaths(Struct, frozen=True):
+    """Paths of one directory and workload on this node."""
+
+    service: Path
+    """Folder of the service; its name is the service's identity."""
+    outcome: Path
+    """File with what is done, or was done last."""
+    log: Path
+
+
+class WarmingBegun(Struct, frozen=True):
+    """Answer to a `WarmRequest`: the command may start."""
+
+    warning: str = ""
+    """Warning for the user; "" for none."""
+
+
 class WarmRequest(Struct, frozen=True):
     """Request to warm one directory for one workload."""
 
@@ -46,6 +62,7 @@ class WarmRequest(Struct, frozen=True):
     identity: str
     workload: str
     store_url: str
+    cache_dir: str
     run_dir: str
     deadline_s: float
     always_record: bool = False
@@ -60,6 +77,18 @@ class WarmRequest(Struct, frozen=True):
     """Process of the command. Warming ends with it."""
     ready_name: str = ""
     """Name of the socket that `bootseer.ready()` of the command sends to."""
+
+    @property
+    def node_paths(self) -> NodePaths:
+        """Paths of this directory and workload on this node."""
+        _, digest, _ = key_of(self.identity, self.workload).split("/")
+        name = f"{digest[:16]}-{self.workload}"
+        run_dir = Path(self.run_dir)
+        return NodePaths(
+            services_dir(run_dir) / f"warm-{name}",
+            Path(self.cache_dir) / "warm" / f"{name}.json",
+            log_path(run_dir, f"warm-{name}"),
+        )
 
 
 def warm_request(settings: Settings, directory: Path, name: str | None) -> WarmRequest:
@@ -80,6 +109,7 @@ def warm_request(settings: Settings, directory: Path, name: str | None) -> WarmR
         identity=identity_of(real, name),
         workload=settings.workload,
         store_url=settings.store_url,
+        cache_dir=str(settings.cache_dir),
         run_dir=str(settings.run_dir),
         deadline_s=settings.deadline_s,
     )
@@ -114,21 +144,17 @@ def start_warming(request: WarmRequest) -> str:
 
 
 def _start(request: WarmRequest) -> str:
-    paths = node_paths(Path(request.run_dir), request.identity, request.workload)
-    try:
-        os.close(lock_file(paths.lock, 0))
-    except TimeoutError:
-        # Another rank of this node warms the directory.
-        return ""
+    paths = request.node_paths
+    if is_alive(paths.service):
+        return ""  # Another rank of this node warms the directory.
     with contextlib.suppress(OSError):
         if paths.log.stat().st_size > _LOG_BYTES_MAX:
             paths.log.unlink()
     with start(WARMER, Path(request.run_dir), identity=paths.log.stem, copy=True) as process:
         try:
             process.tell(request)
-            process.wait(min(request.deadline_s, ARM_S) + 5.0)
+            return process.wait(min(request.deadline_s, ARM_S) + 5.0, WarmingBegun).warning
         except DeadlineError:
             # A process that hangs would do so for ever.
             process.kill()
             raise
-    return str(read_state(paths.state).get("warning", ""))

@@ -1,68 +1,67 @@
-"""State of warming on this node: `run_dir/warm/HASH-WORKLOAD.{json,lock}`.
+"""Service that warms a directory on this node, and the outcome of its last work.
 
-The process that records or reads ahead holds the lock; other ranks of the node find it locked and
-do nothing. Any thread.
+The process that records or reads ahead holds the folder `run_dir/services/warm-HASH-WORKLOAD`;
+other ranks of the node find it held and do nothing. `cache_dir/warm/HASH-WORKLOAD.json` has what it
+does, or did last, for `bootseer warm --show`. Any thread.
 """
 
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import time
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.base.documents import DocumentFormat
-from bootseer.linux.locks import lock_file
-from bootseer.linux.private_files import private_directory, read_private_file, write_private_file
-from bootseer.prefetch.warm.record import key_of
-from bootseer.served.service import log_path
+from bootseer.errors import BootseerError
+from bootseer.linux.private_files import read_private_file, write_private_file
+from bootseer.linux.processes import ProcessId
+from bootseer.prefetch.warm.request import NodePaths, WarmRequest
+from bootseer.served.service import WARMING, ServiceState, write_state
 
-_STATE_FORM: DocumentFormat[dict[str, Any]] = DocumentFormat(type=dict[str, Any], size_max=1 << 16)
-
-
-class NodePaths(Struct, frozen=True):
-    """Paths of the files of one directory and workload on this node."""
-
-    state: Path
-    lock: Path
-    log: Path
+_FORM: DocumentFormat[dict[str, Any]] = DocumentFormat(type=dict[str, Any], size_max=1 << 16)
 
 
-def node_paths(run_dir: Path, identity: str, workload: str) -> NodePaths:
-    """Make the folder, and return the paths in it. Raises: BootseerError."""
-    folder = run_dir / "warm"
-    private_directory(folder)
-    _, digest, _ = key_of(identity, workload).split("/")
-    name = f"{digest[:16]}-{workload}"
-    return NodePaths(folder / f"{name}.json", folder / f"{name}.lock", _log_of(run_dir, name))
+def read_outcome(path: Path) -> dict[str, Any]:
+    """Return what was done last; {} if that is unknown or its file is damaged."""
+    return read_private_file(path, _FORM) or {}
 
 
-def _log_of(run_dir: Path, name: str) -> Path:
-    return log_path(run_dir, f"warm-{name}")
+class Progress:
+    """What this process, which holds the service's folder, is doing. Never raises: it informs."""
 
+    def __init__(self, paths: NodePaths, request: WarmRequest) -> None:
+        self._paths = paths
+        self._workload = request.workload
+        self.warning = ""
+        self._outcome: dict[str, Any] = {
+            "directory": request.directory,
+            "workload": request.workload,
+            "pid": os.getpid(),
+            "command_pid": request.process.pid if request.process else 0,
+            "started_ns": time.time_ns(),
+            "action": "",
+        }
+        self.state = ServiceState(
+            id=paths.service.name,
+            reference="",
+            index_digest="",
+            workload=request.workload,
+            directory=request.directory,
+            pid=os.getpid(),
+            pid_started=ProcessId.of(os.getpid()).started,
+            started_ns=self._outcome["started_ns"],
+            purpose=WARMING,
+            user=request.process,
+        )
 
-def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Replace the state in one step. Never raises: the state only informs users."""
-    with contextlib.suppress(OSError):
-        write_private_file(path, json.dumps(state).encode("ascii"))
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """Return the last state; {} if there is none or it is damaged."""
-    return read_private_file(path, _STATE_FORM) or {}
-
-
-def running_states(run_dir: Path) -> Iterator[tuple[dict[str, Any], Path]]:
-    """Yield the state and the log of each process that warms now."""
-    for path in sorted((run_dir / "warm").glob("*.json")):
-        if not path.with_suffix(".lock").exists():
-            continue
-        try:
-            os.close(lock_file(path.with_suffix(".lock"), 0))
-        except TimeoutError:
-            if state := read_state(path):
-                yield state, _log_of(run_dir, path.stem)
-        except OSError:
-            continue
+    def update(self, **changes: Any) -> None:
+        """Replace parts of what `bootseer status` and `--show` tell."""
+        self._outcome |= {**changes, "warning": self.warning}
+        what = f"{self._workload} ({self._outcome['action']})"
+        self.state = replace(self.state, reference=what, problem=self.warning)
+        with contextlib.suppress(OSError, BootseerError):
+            write_private_file(self._paths.outcome, json.dumps(self._outcome).encode("ascii"))
+            write_state(self._paths.service, self.state)

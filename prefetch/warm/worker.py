@@ -12,11 +12,9 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from bootseer.base.documents import from_line, to_builtins
 from bootseer.errors import CorruptError, UnknownFormatError, from_oserror
-from bootseer.linux.locks import lock_file
 from bootseer.linux.processes import ProcessId, wait_readable
 from bootseer.prefetch.warm.plan import plan_read_ahead
 from bootseer.prefetch.warm.reader import WarmFigures, read_ahead
@@ -28,10 +26,11 @@ from bootseer.prefetch.warm.record import (
     read_record,
 )
 from bootseer.prefetch.warm.recording import WarmRecording
-from bootseer.prefetch.warm.request import WarmRequest
-from bootseer.prefetch.warm.state import NodePaths, node_paths, write_state
+from bootseer.prefetch.warm.request import WarmingBegun, WarmRequest
+from bootseer.prefetch.warm.state import Progress
 from bootseer.served.processes import WARMER, Report, serve
 from bootseer.served.ready_socket import ReadySocket
+from bootseer.served.service import hold_folder, new_service_dir, take_lock
 from bootseer.store import Store, open_store
 from bootseer.timeline import stage
 
@@ -44,66 +43,46 @@ STALE_SHARE = 0.5
 _END_S = 120.0
 
 
-class _StateFile:
-    """State of this process, which `bootseer status` shows."""
-
-    def __init__(self, paths: NodePaths, request: WarmRequest) -> None:
-        self._path = paths.state
-        self._state: dict[str, Any] = {
-            "directory": request.directory,
-            "workload": request.workload,
-            "pid": os.getpid(),
-            "command_pid": request.process.pid if request.process else 0,
-            "started_ns": time.time_ns(),
-            "action": "",
-            "warning": "",
-        }
-
-    def update(self, **changes: Any) -> None:
-        self._state |= changes
-        write_state(self._path, self._state)
-
-
 def warm(request: WarmRequest, report: Report) -> None:
     """Record or read ahead as requested, then return. Raises: BootseerError, OSError."""
-    paths = node_paths(Path(request.run_dir), request.identity, request.workload)
+    paths = request.node_paths
     try:
-        lock = lock_file(paths.lock, 0)
+        lock = take_lock(new_service_dir(Path(request.run_dir), paths.service.name))
     except TimeoutError:
         _log.info("another process of this node warms %s already", request.directory)
-        report.ready()
+        report.ready(WarmingBegun())
         return
-    try:
-        state = _StateFile(paths, request)
-        state.update(action="looking")
-        with open_store(request.store_url, deadline_s=request.deadline_s) as store:
-            known = _stored_record(store, request, state)
-            if known is None or request.always_record:
-                _record(store, request, report, state)
-            else:
-                _read(store, request, known, report, state)
-    finally:
-        os.close(lock)
+    state = Progress(paths, request)
+    state.update(action="looking")
+    with (
+        hold_folder(paths.service, state.state, lock),
+        open_store(request.store_url, deadline_s=request.deadline_s) as store,
+    ):
+        known = _stored_record(store, request, state)
+        if known is None or request.always_record:
+            _record(store, request, report, state)
+        else:
+            _read(store, request, known, report, state)
 
 
-def _stored_record(store: Store, request: WarmRequest, state: _StateFile) -> WarmRecord | None:
+def _stored_record(store: Store, request: WarmRequest, state: Progress) -> WarmRecord | None:
     try:
         return read_record(store, request.identity, request.workload)
     except (CorruptError, UnknownFormatError) as error:
         sentence = f"the record of {request.directory} is ignored, and made anew: {error}"
         _log.warning("%s", sentence)
-        state.update(warning=sentence)
+        state.warning = sentence
         return None
 
 
 def _read(
-    store: Store, request: WarmRequest, record: WarmRecord, report: Report, state: _StateFile
+    store: Store, request: WarmRequest, record: WarmRecord, report: Report, state: Progress
 ) -> None:
     plan = plan_read_ahead(record, request.memory_bytes)
-    warning = plan.memory_warning(request.directory)
-    state.update(action="reading", warning=warning, planned_bytes=plan.planned_bytes)
+    state.warning = plan.memory_warning(request.directory)
+    state.update(action="reading", planned_bytes=plan.planned_bytes)
     with _end_events(request) as (command_ended, _), stage("warm") as span:
-        report.ready()
+        report.ready(WarmingBegun(state.warning))
         figures = read_ahead(
             request.directory,
             plan,
@@ -128,12 +107,12 @@ def is_outdated(record: WarmRecord, figures: WarmFigures) -> bool:
     )
 
 
-def _record(store: Store, request: WarmRequest, report: Report, state: _StateFile) -> None:
+def _record(store: Store, request: WarmRequest, report: Report, state: Progress) -> None:
     recording = WarmRecording(request.directory, request.method)
     try:
         state.update(action="recording", method=recording.method)
         with _end_events(request) as events:
-            report.ready()
+            report.ready(WarmingBegun(state.warning))
             recording.run(events, request.window_s)
         record = recording.finish(request.identity, request.workload)
     finally:

@@ -26,7 +26,7 @@ _UNUSED = (
 )
 # Extension modules that small programs import.
 _USED = re.compile(
-    "array|binascii|fcntl|grp|math|mmap|select|zlib|"
+    "array|binascii|fcntl|grp|math|mmap|resource|select|zlib|"
     "_(bisect|blake2|contextvars|ctypes|datetime|decimal|heapq|json|md5|opcode|pickle|posixsubprocess|"
     "random|sha.*|socket|statistics|struct|typing)"
 )

@@ -69,8 +69,7 @@ from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.source_names import REGISTRY
 from bootseer.prefetch.snapshotter.lazy_trees import LazyTrees
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
-from bootseer.served.service import VOLUME
-from bootseer.served.status import find_known
+from bootseer.served.service import VOLUME, find_checkpoints
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.catalogue import admit_tree
@@ -438,8 +437,8 @@ class CheckpointServers:
 
     def minor(self, directory: Path) -> int | None:
         """Return the minor device number of the mount at `directory`, or None if no server runs."""
-        known = find_known(self._settings.run_dir, directory)
-        if known is None or not known.is_running:
+        known = find_checkpoints(self._settings.run_dir, directory)
+        if known is None or not known.is_alive:
             return None
         mount = mount_table.find_mount(directory)
         return mount.device_minor if mount is not None else None
@@ -473,8 +472,8 @@ class CheckpointServers:
             time.sleep(_POLL_S)
 
     def _status(self, directory: Path) -> dict[str, Any] | None:
-        known = find_known(self._settings.run_dir, directory)
-        if known is None or not known.is_running:
+        known = find_checkpoints(self._settings.run_dir, directory)
+        if known is None or not known.is_alive:
             return None
         try:
             return known.ask("status")

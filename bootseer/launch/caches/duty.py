@@ -21,6 +21,7 @@ from bootseer.errors import BootseerError
 from bootseer.launch.caches.finding import Cache
 from bootseer.launch.caches.records import CacheRecord, forget_unused, note, read_record
 from bootseer.launch.caches.run import KeptCache
+from bootseer.launch.job import PreloadHandoff
 from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)
@@ -55,12 +56,12 @@ class CachesDuty:
         begun_ns: int,
         variables: Mapping[str, str],
         *,
-        preloads: bool,
+        preloads: PreloadHandoff | None,
     ) -> None:
         """Keep the arguments; publish nothing before the job is ready.
 
         `variables` let stages get onto the start's timeline. With `preloads` the job's import
-        record is published, too.
+        records are kept, too.
         """
         self._settings = settings
         self._caches = caches
@@ -105,8 +106,8 @@ class CachesDuty:
         """Publish new files. Runs in a copy of this process. Never raises."""
         os.environ.update(self._variables)
         published: dict[str, str] = {}
-        if self._preloads:
-            self._try(self._share_record)
+        if self._preloads is not None:
+            self._try(self._keep_records)
         self._try(lambda: self._publish_caches(published))
         if self._is_last:
             self._try(lambda: forget_unused(self._settings.cache_dir))
@@ -154,12 +155,11 @@ class CachesDuty:
             self._note(kept.cache, one.index, one.how, new_files)
             _log.info("%s: %s, %d new files", kept.cache.name, one.how, one.new_files)
 
-    def _share_record(self) -> None:
-        from bootseer.launch.preloading import publish
-        from bootseer.store import open_own_store
+    def _keep_records(self) -> None:
+        from bootseer.launch.import_records import keep_records
 
-        with open_own_store(self._settings) as store:
-            publish(self._settings, store)
+        assert self._preloads is not None
+        keep_records(self._settings, self._preloads)
 
     def _is_new(self, cache: Cache, now: Mapping[str, str]) -> bool:
         """Return whether the folder has files, and has changed since they were published."""

@@ -2,18 +2,16 @@
 
 `serve` runs in the job's interpreter while that starts (`sitecustomize`). It returns only in a
 worker, which then goes on as that interpreter with its own `__main__`. The preloader ends with the
-launcher's process. Standard library alone; one thread.
+last process that uses it (`served.users`), or is killed. Standard library alone; one thread.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import select
 import signal
 import socket
 import sys
-import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,17 +42,18 @@ _STARTUP_MODULES = ("sitecustomize", "_distutils_hack", "_virtualenv", "__main__
 
 
 def serve(initial_modules: Collection[str], variables_read: Mapping[str, str | None]) -> None:
-    """Serve until the launcher has ended. Return in each worker.
+    """Serve until no process uses this one. Return in each worker.
 
     `initial_modules` are the modules, and `variables_read` the variables that were read, before
     Bootseer's code ran.
     """
-    folder, descriptor, attempt = os.environ[SERVER_VARIABLE].split("|")
+    folder, listener, lock, attempt = os.environ[SERVER_VARIABLE].split("|")
     began = dict(os.environb)
     del os.environ[SERVER_VARIABLE]
     plan = json.loads(Path(folder, "plan").read_bytes())
+    descriptors = int(listener), int(lock)
     _PreloadServer(
-        folder, plan, initial_modules, variables_read, began, int(descriptor), int(attempt)
+        folder, plan, initial_modules, variables_read, began, descriptors, int(attempt)
     ).run()
 
 
@@ -66,20 +65,22 @@ class _PreloadServer:
         initial_modules: Collection[str],
         variables_read: Mapping[str, str | None],
         began: dict[bytes, bytes],
-        descriptor: int,
+        descriptors: tuple[int, int],
         attempt: int,
     ) -> None:
         self._attempt = attempt
         self._folder = folder
-        self._lock = _lock_shared(folder)
-        self._until_s = 0.0
+        # Held by this process, and by no worker of it.
+        self._lock = descriptors[1]
         self._plan = plan
         self._initial_modules = initial_modules
         self._variables_read = dict(variables_read)
         self._began = began
         self._attributes = inherited_attributes()
-        self._launcher = _open_process(*plan["process"])
-        self._listener = socket.socket(fileno=descriptor)
+        self._user = _open_process(*plan["process"])
+        self._listener = socket.socket(fileno=descriptors[0])
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
         self._refusal = ""
         self._directory = os.getcwd()
         self._handlers = {one: signal.getsignal(one) for one in signal.valid_signals()}
@@ -104,48 +105,40 @@ class _PreloadServer:
         while True:
             poll = select.poll()
             poll.register(self._listener.fileno(), select.POLLIN)
-            if self._launcher >= 0:
-                poll.register(self._launcher, select.POLLIN)
+            if self._user >= 0:
+                poll.register(self._user, select.POLLIN)
             for ready, _ in poll.poll(_CHECK_MS):
-                if ready == self._launcher:
+                if ready == self._user:
                     os.close(ready)
-                    self._launcher = -1
+                    self._user = -1
                 elif self._answer():
                     return
-            self._check_lifetime()
+            if self._user < 0:
+                self._find_user()
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
 
-    def _check_lifetime(self) -> None:
-        """End some time after the launcher, unless another start of the job has taken over."""
-        if self._launcher >= 0:
-            self._until_s = 0.0
-        elif not self._until_s:
-            self._until_s = time.monotonic() + self._plan["linger_s"]
-        if self._until_s and time.monotonic() >= self._until_s:
-            self._end()
-
-    def _end(self) -> NoReturn:
-        self._remove_folder()
+    def _find_user(self) -> None:
+        """Watch a process that uses this preloader; end if none lives."""
+        with contextlib.suppress(OSError):
+            # In a container there is no such folder: the preloader ends with the start's process.
+            for name in os.listdir(self._plan["users"]) if self._plan["users"] else ():
+                pid, _, started = name.partition("-")
+                if pid.isdigit() and (user := _open_process(int(pid), started)) >= 0:
+                    self._user = user
+                    return
         os._exit(0)
 
-    def _remove_folder(self) -> None:
-        for name in ("socket", "python", "plan"):
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self._folder, name))
-        with contextlib.suppress(OSError):
-            os.rmdir(self._folder)
-        os.close(self._lock)
-
-    def _adopt(self, connection: socket.socket, request: Mapping[str, Any], launcher: int) -> None:
-        """Serve another start of the job, if the preloader fits it; else, or if asked to, end."""
-        if self._launcher >= 0:
+    def _adopt(self, connection: socket.socket, request: Mapping[str, Any], start: int) -> None:
+        """Serve another start of the job, if the preloader fits it; else end."""
+        last = _open_process(*self._plan["process"])
+        if last >= 0:
+            os.close(last)
             connection.sendall(b"Rthe preloader serves another start")
             return
+        plan = request["adopt"]
         try:
-            folder = request["adopt"]
-            plan = json.loads(Path(folder, "plan").read_bytes())
             if refusal := self._cannot_serve(request, plan["program"]):
                 raise PreloadRefused(refusal)
             connection.sendall(b"F")
@@ -154,11 +147,11 @@ class _PreloadServer:
         except (OSError, ValueError, PreloadRefused) as reason:
             with contextlib.suppress(OSError):
                 connection.sendall(f"R{reason}".encode()[:4000])
-            self._end()
-        self._remove_folder()
-        self._folder, self._plan = folder, plan
-        self._lock = _lock_shared(folder)
-        self._launcher = os.dup(launcher)
+            os._exit(0)
+        self._plan = plan
+        if self._user >= 0:
+            os.close(self._user)
+        self._user = os.dup(start)
 
     def _status(self) -> bytes:
         count = len(self._preloaded.modules) if self._preloaded is not None else 0
@@ -246,8 +239,10 @@ class _PreloadServer:
         for number, handler in self._handlers.items():
             if signal.getsignal(number) != handler:
                 signal.signal(number, handler)
-        os.set_inheritable(self._listener.fileno(), True)
-        where = f"{self._folder}|{self._listener.fileno()}|{self._attempt + 1}"
+        kept = (self._listener.fileno(), self._lock)
+        for descriptor in kept:
+            os.set_inheritable(descriptor, True)
+        where = "|".join(map(str, (self._folder, *kept, self._attempt + 1)))
         environ = {**self._began, SERVER_VARIABLE.encode(): where.encode()}
         os.execve(sys.executable, words, environ)
 
@@ -335,13 +330,6 @@ class _PreloadServer:
             # An exception here would make this worker go on as the preloader.
             begin_again(f"{type(error).__name__}: {error}")
         return True
-
-
-def _lock_shared(folder: str) -> int:
-    """Return a descriptor that locks the folder, to show others that it is in use."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
-    return descriptor
 
 
 def _open_process(pid: int, started: str) -> int:

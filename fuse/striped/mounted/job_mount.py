@@ -28,7 +28,8 @@ from bootseer.timeline.recorder import stage
 BUSY_S = 5.0
 """Wait for the unmount of the previous start of a job that starts again at once."""
 _POLL_S = 0.1
-_ABANDONED_S = 3600.0
+_MOUNT_POINT = "tree"
+"""Mount point in the folder of a service."""
 
 
 class JobMount(Struct, frozen=True, kw_only=True):
@@ -36,18 +37,14 @@ class JobMount(Struct, frozen=True, kw_only=True):
 
     settings: Settings
     url: str
-    directory: Path
-    """Mount point of a new mount."""
+    directory: Path | None
+    """Mount point of a new mount; None: in the folder of the service, for a container's root."""
     identity: str
     """Identity of a new mount."""
     user: ProcessId
     """Process that will become the job."""
-    aside: Path | None = None
-    """Folder of mounts that are bound into containers later; None if the job sees the mount."""
     inside: tuple[Path, ...] = ()
     """Mount points of the same start above this one, which are mounted first."""
-    sweeps: bool = False
-    """Whether mount points of starts that have ended are removed from `aside`."""
 
     @property
     def limit_s(self) -> float:
@@ -57,10 +54,10 @@ class JobMount(Struct, frozen=True, kw_only=True):
     @property
     def choices(self) -> dict[str, Any]:
         """Return options of the mount."""
-        is_shared = self.aside is not None and os.geteuid() == 0
+        is_shared = self.directory is None and os.geteuid() == 0
         return {
             # The command in a container may run as another user than this process. The folder of
-            # these mounts is closed to other users.
+            # the service is closed to other users.
             "allow_other": is_shared,
             "everyone_writes": is_shared,
             "user": self.user,
@@ -94,7 +91,7 @@ def _mount(wanted: JobMount, report: Report) -> None:
     )
     from bootseer.fuse.striped.mounted.options import CheckpointPlan
     from bootseer.fuse.striped.mounted.server import serve_plan
-    from bootseer.served.service import new_service_dir, read_state
+    from bootseer.served.service import new_service_dir, read_state, services_dir
 
     settings, fanout = wanted.settings, b""
     if settings.fanout:
@@ -109,17 +106,17 @@ def _mount(wanted: JobMount, report: Report) -> None:
             until_mounted.close()
             return JobMounted(directory, how, made)
 
-        if wanted.sweeps and wanted.aside is not None:
-            _sweep(settings, wanted.aside)
         for path in wanted.inside:
             _wait(path, True, wanted.limit_s, report)
-        directory = _lingering(wanted) or wanted.directory
+        new = wanted.directory or services_dir(settings.run_dir) / wanted.identity / _MOUNT_POINT
+        directory = _lingering(wanted) or new
         # Before the folder is made, because mkdir would wait for a dead mount.
         spec = unchecked_spec(settings, wanted.url, directory, **wanted.choices)
         found = take_over(spec, fanout)
         if found == LIVE:
             report.ready(mounted(directory, found))
             return
+        directory = new
         take_off_dead_mounts(settings.run_dir, directory)
         try:
             make_directory(directory)
@@ -155,28 +152,15 @@ def _wait(path: Path, is_mounted: bool, limit_s: float, report: Report) -> None:
             raise UnavailableError("nobody waits for the mount any more")
 
 
-def _sweep(settings: Settings, aside: Path) -> None:
-    """Remove mount points of starts that have ended; a mounted one is busy and stays."""
-    from bootseer.fuse.striped.mounted.mount import take_off_dead_mounts
-
-    for old in aside.iterdir() if aside.is_dir() else ():
-        take_off_dead_mounts(settings.run_dir, old)
-        with contextlib.suppress(OSError):
-            # Another start may be about to mount on a young one.
-            if not os.path.ismount(old) and time.time() - old.stat().st_mtime > _ABANDONED_S:
-                old.rmdir()
-
-
 def _lingering(wanted: JobMount) -> Path | None:
-    """Return the directory of a lingering mount in `aside` with the same options, or None."""
-    if wanted.aside is None:
+    """Return the directory of a lingering mount for containers with the same options, or None."""
+    if wanted.directory is not None:
         return None
     from bootseer.fuse.striped.mounted.mount import unchecked_spec
-    from bootseer.served.service import CHECKPOINT
-    from bootseer.served.users import lingering_mounts
+    from bootseer.served.service import CHECKPOINT, lingering_services
 
     settings = wanted.settings
-    for _, state in lingering_mounts(settings.run_dir, CHECKPOINT):
+    for _, state in lingering_services(settings.run_dir, CHECKPOINT):
         directory = Path(state.directory)
         spec = unchecked_spec(settings, wanted.url, directory, **wanted.choices)
         if spec.fingerprint == state.fingerprint:

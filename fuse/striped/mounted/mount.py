@@ -33,10 +33,11 @@ from bootseer.fuse.kernel.unmount import detach, is_disconnected, unmount
 from bootseer.fuse.striped.mounted.options import FANOUT, SUBTYPE, CheckpointPlan, MountSpec
 from bootseer.linux.mount_table import absolute, find_mount
 from bootseer.linux.namespaces import mount_namespace
-from bootseer.served.control import ask
 from bootseer.served.ending import end_process, give_up, kill_silent
 from bootseer.served.processes import CHECKPOINTS, start
 from bootseer.served.service import (
+    Phase,
+    find_checkpoints,
     log_path,
     new_service_dir,
     read_state,
@@ -44,8 +45,7 @@ from bootseer.served.service import (
     take_lock,
     wait_released,
 )
-from bootseer.served.status import find_known
-from bootseer.served.users import is_lingering, join
+from bootseer.served.users import join
 from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)
@@ -172,14 +172,14 @@ def take_over(spec: MountSpec, fanout: bytes = b"") -> str:
     take_off_dead_mounts(Path(spec.run_dir), Path(spec.directory))
     if find_mount(Path(spec.directory)) is None:
         return ""
-    known = find_known(Path(spec.run_dir), Path(spec.directory))
-    if known is None or not known.is_running or not is_lingering(known.folder):
+    known = find_checkpoints(Path(spec.run_dir), Path(spec.directory))
+    if known is None or known.phase is not Phase.LINGERING:
         return ""
     if known.state.fingerprint == spec.fingerprint:
         try:
             note_fanout(known.folder, fanout)
             # "warm": there may be a newer checkpoint than the one that was read ahead.
-            ask(known.folder, "warm" if spec.read_newest else "status")
+            known.ask("warm" if spec.read_newest else "status")
             if join(known.folder, None, spec.user.pid if spec.user else None):
                 return "live"
         except (UnavailableError, DeadlineError):
@@ -244,8 +244,8 @@ def restart_checkpoints(
 
 
 def _ask(run_dir: Path, path: Path, command: str) -> dict[str, Any]:
-    known = find_known(run_dir, path)
-    if known is None or not known.is_running:
+    known = find_checkpoints(run_dir, path)
+    if known is None or not known.is_alive:
         raise NotFoundError(f"no checkpoint folder of this user is mounted on {path}")
     return known.ask(command)
 
@@ -279,9 +279,9 @@ def unmount_checkpoints(
     system is.
     """
     path = absolute(directory)
-    known = find_known(run_dir, path)
+    known = find_checkpoints(run_dir, path)
     mounted = find_mount(path)
-    if mounted is None and (known is None or not known.is_running):
+    if mounted is None and (known is None or not known.is_alive):
         raise NotFoundError(f"cannot unmount {path}: no checkpoint folder is mounted there")
     if mounted is not None and mounted.subtype != SUBTYPE:
         raise InvalidInputError(
@@ -292,7 +292,7 @@ def unmount_checkpoints(
         unmount(path, timeout_s=timeout_s)
     if known is None:
         return ()
-    if known.is_running:
+    if known.is_alive:
         for process in known.state.processes:
             end_process(process)
     ended = read_state(known.folder)
@@ -315,9 +315,9 @@ def take_off_dead_mounts(run_dir: Path, directory: Path) -> None:
     """
     # A running server of this namespace is not checked, because a stat would wait for it if it
     # hangs. A server of another namespace may have mounted another folder of this name.
-    known = find_known(run_dir, directory)
+    known = find_checkpoints(run_dir, directory)
     is_ours = known is not None and known.state.mount_namespace in ("", mount_namespace())
-    if known is not None and known.is_running and is_ours:
+    if known is not None and known.is_alive and is_ours:
         return
     while (mounted := find_mount(directory)) is not None and mounted.subtype == SUBTYPE:
         try:

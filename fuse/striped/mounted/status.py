@@ -22,8 +22,7 @@ from bootseer.errors import NotFoundError
 from bootseer.fuse.striped.statistics import Statistics
 from bootseer.linux.mount_table import absolute
 from bootseer.served.figures_file import FiguresFile, file_name
-from bootseer.served.service import ServiceState
-from bootseer.served.status import KnownServer, find_known
+from bootseer.served.service import Service, ServiceState, find_checkpoints
 
 _ERRORS_KEPT = 10
 _MESSAGE_CHARS_MAX = 500
@@ -85,13 +84,13 @@ def mount_status(run_dir: Path, directory: Path) -> dict[str, Any]:
     Raises: NotFoundError if this user has no mount there; UnavailableError, DeadlineError.
     """
     path = absolute(directory)
-    known = find_known(run_dir, path)
-    if known is None or not known.is_running:
+    known = find_checkpoints(run_dir, path)
+    if known is None or not known.is_alive:
         raise NotFoundError(f"no checkpoint folder of this user is mounted on {path}")
     return _with_rates(known)
 
 
-def _with_rates(known: KnownServer) -> dict[str, Any]:
+def _with_rates(known: Service) -> dict[str, Any]:
     before = known.ask("status")["statistics"]
     time.sleep(_RATE_S)
     answer = known.ask("status")

@@ -12,8 +12,8 @@ from bootseer.prefetch.index.chains import chain_ids, chain_key, publish_chain_i
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL, WORKLOAD_LABEL
 from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED
-from bootseer.served.service import live_mounts, log_path
-from bootseer.served.status import known_servers
+from bootseer.served.service import live_mounts, log_path, services
+from bootseer.served.status import kind_of
 from bootseer.store import open_store
 from testbed.containers.containerd_node import ContainerdNode
 from testbed.images.building import Member, digest, tar_of, write_layout
@@ -207,8 +207,8 @@ def test_a_damaged_image_is_not_noted_as_an_environment(
         blob.chmod(0o600)
         blob.write_bytes(bytes(blob.stat().st_size))
     assert checksums_in_child([lower / "etc/base"]) == ["EIO"]
-    (found,) = [one for one in known_servers(fresh.settings.run_dir) if one.is_running]
-    assert found.kind == "containerd image"
+    (found,) = [one for one in services(fresh.settings.run_dir) if one.is_alive]
+    assert kind_of(found.state) == "containerd image"
     assert not (fresh.settings.cache_dir / "damaged").exists()
     # Its server's log names the damage.
     log = log_path(fresh.settings.run_dir, found.state.id).read_text()

@@ -84,7 +84,7 @@ class WarmingNode(Node):
 
     def until(self, action: str) -> str:
         """Return Python code that waits until the background process reports this action."""
-        states = str(self.base / "run" / "warm" / "*.json")
+        states = str(self.base / "cache" / "warm" / "*.json")
         return (
             "import glob, json, time\n"
             f"while not [p for p in glob.glob({states!r}) if json.load(open(p))['action'] == "
@@ -96,7 +96,7 @@ class WarmingNode(Node):
         ended: list[dict[str, Any]] = []
 
         def find() -> bool:
-            for path in (self.base / "run" / "warm").glob("*.json"):
+            for path in (self.base / "cache" / "warm").glob("*.json"):
                 state: dict[str, Any] = json.loads(path.read_text())
                 if state["action"] in ("read", "recorded") and not _lives(state["pid"]):
                     ended.append(state)

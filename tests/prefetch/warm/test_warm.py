@@ -25,10 +25,10 @@ from tests.prefetch.warm.conftest import IMPORT, WarmingNode, evict, is_evicted,
 _TOUCHED = {"package/__init__.py", "package/data", *(f"package/m{n}.py" for n in range(12))}
 
 
-def _own_file(node: WarmingNode, directory: Path, kind: str) -> Path:
-    """Return the path of the lock, the state or the log of a directory's warming."""
+def _name(directory: Path) -> str:
+    """Return the name of a directory's warming on its node."""
     _, digest, _ = key_of(identity_of(str(directory), None), "default").split("/")
-    return node.base / "run/warm" / f"{digest[:16]}-default.{kind}"
+    return f"{digest[:16]}-default"
 
 
 def _is_on_disk(directory: Path) -> bool:
@@ -256,7 +256,7 @@ def test_a_store_that_hangs_delays_the_command_no_longer_than_its_deadline(
             r"is not warmed: (warming was not ready in 6 s|.*no answer within 1 s)", done.stderr
         )
     # Its background process has ended: the lock is free.
-    os.close(lock_file(_own_file(node, tree, "lock"), 0))
+    os.close(lock_file(node.base / f"run/services/warm-{_name(tree)}/lock", 0))
 
 
 def test_an_unmounted_directory_does_not_cost_others_their_record(
@@ -284,13 +284,12 @@ def test_names_that_are_not_utf8(tree: Path, node: WarmingNode) -> None:
 
 
 def test_one_of_a_nodes_ranks_warms(tree: Path, node: WarmingNode) -> None:
-    (node.base / "run/warm").mkdir(parents=True, mode=0o700)
-    lock = lock_file(_own_file(node, tree, "lock"), 0)
+    lock = lock_file(node.base / f"run/services/warm-{_name(tree)}/lock", 0)
     try:
         done = node.warm_import(tree)
         assert (done.returncode, done.stdout, done.stderr) == (0, "194", "")
-        assert not _own_file(node, tree, "json").exists()
-        assert not _own_file(node, tree, "log").exists()
+        assert not (node.base / "cache/warm").exists()
+        assert not (node.base / f"run/logs/warm-{_name(tree)}.log").exists()
     finally:
         os.close(lock)
 
@@ -322,6 +321,7 @@ def test_the_recording_ends_with_its_window_while_the_command_runs(
     variables = {
         "BOOTSEER_STORE": str(node.folder_of_store),
         "BOOTSEER_RUN_DIR": str(node.base / "run"),
+        "BOOTSEER_CACHE_DIR": str(node.base / "cache"),
     }
     process = subprocess.Popen(
         [*command, "sh", "-c", f"cat {tree}/package/m1.py; exec sleep 60"],

@@ -11,7 +11,8 @@ import pytest
 
 from bootseer.kubernetes.csi.service import MESSAGES, REGISTRATION
 from bootseer.report.sources import MergedSources, StoredTimelines, TimelineFolder
-from bootseer.served.status import known_servers, status_entry
+from bootseer.served.service import services
+from bootseer.served.status import status_entry
 from bootseer.store import open_own_store
 from bootseer.timeline import Timeline
 from testbed.images.building import Member, write_layout
@@ -40,8 +41,7 @@ def test_an_image_is_shown_read_only_and_served_once(kubelet: Kubelet, tmp_path:
             (target / "new").touch()
     (server,) = kubelet.servers()
     (entry,) = [
-        status_entry(one, kubelet.settings.run_dir)
-        for one in known_servers(kubelet.settings.run_dir)
+        status_entry(one, kubelet.settings.run_dir) for one in services(kubelet.settings.run_dir)
     ]
     assert (entry.kind, entry.what, entry.health) == ("volume", "app:1", "ok")
     assert entry.where == (server.directory,)

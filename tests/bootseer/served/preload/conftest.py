@@ -20,8 +20,11 @@ from bootseer.served.preload import launching
 from bootseer.profile.collect import recording_environment
 from bootseer.settings.config import load_settings
 
+settings = load_settings()
 environ = recording_environment(os.environ)
-added, _ = launching.begin_preloaders(load_settings(), environ, tuple(json.loads(sys.argv[1])))
+folders = launching.make_preloaders(settings)
+command = tuple(json.loads(sys.argv[1]))
+added, _ = launching.begin_preloaders(settings, folders, environ, command)
 print(json.dumps({**environ, **added}), flush=True)
 sys.stdin.read()
 """

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.served.status import background_entries
+from bootseer.served.ending import sweep_one
+from bootseer.served.service import services
+from bootseer.served.status import status_entry
 from testbed.needs import MissingError
 from testbed.waiting import wait_for
 from tests.bootseer.served.preload.conftest import PreloadingNode
@@ -161,12 +163,16 @@ def test_workers_outlive_a_killed_preloader_and_later_ones_start_ordinarily(
 def test_workers_outlive_their_launcher_as_ordinary_ones_do(waiting: PreloadingNode) -> None:
     process = waiting.start()
     _forked(waiting, process)
-    preloader, folder = waiting.preloader, waiting.run_folder
-    assert "preloader" in {one.kind for one in background_entries(waiting.folder / "run")}
+    preloader, run_dir = waiting.preloader, waiting.folder / "run"
+    (service,) = services(run_dir)
+    entry = status_entry(service, run_dir)
+    assert (entry.kind, entry.what, entry.pid, entry.health) == ("preloader", "j", preloader, "ok")
+    assert not sweep_one(service.folder)
     waiting.end_launcher()
-    wait_for(lambda: _is_gone(preloader) and not folder.exists())
-    # Nor does the worker count as one.
-    assert "preloader" not in {one.kind for one in background_entries(waiting.folder / "run")}
+    wait_for(lambda: _is_gone(preloader))
+    # The worker does not count as one.
+    assert status_entry(service, run_dir).health == "dead"
+    assert sweep_one(service.folder)
     process.terminate()
     assert process.wait(60) == 9
 

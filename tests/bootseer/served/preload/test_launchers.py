@@ -229,7 +229,7 @@ def test_a_preloader_of_another_release_is_ended(job: _Job) -> None:
     job.run("torchrun")
     job.run("torchrun")
     before = job.preloaders()
-    for file in (job.folder / "run/preload").glob("*/plan"):
+    for file in (job.folder / "run/services").glob("preload-*/job/plan"):
         plan = json.loads(file.read_text())
         file.write_text(json.dumps({**plan, "release": "0.0.1"}))
     launcher, worker = job.run("torchrun")

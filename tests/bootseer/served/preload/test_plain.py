@@ -65,7 +65,7 @@ def test_a_program_is_forked_from_its_second_start_on(folder: Path) -> None:
     assert (folder / "a/cache/preload/j.json").exists()
     # Its parent is the guard now.
     assert _outcome(_start(folder, "--preload")) == ([words, "5 False"], "", 6)
-    wait_for(lambda: not any((folder / "a/run/preload").iterdir()), "the end of the preloaders")
+    wait_for(lambda: not _preloaders(folder), "the end of the preloaders")
 
 
 def test_two_starts_of_one_job_have_preloaders_of_their_own(folder: Path) -> None:
@@ -74,7 +74,7 @@ def test_two_starts_of_one_job_have_preloaders_of_their_own(folder: Path) -> Non
     for process in both:
         lines, errors, code = _outcome(process)
         assert (lines[1], errors, code) == ("5 False", "", 6)
-    wait_for(lambda: not any((folder / "a/run/preload").iterdir()), "the end of the preloaders")
+    wait_for(lambda: not _preloaders(folder), "the end of the preloaders")
 
 
 def test_another_node_imports_what_the_first_one_has(folder: Path) -> None:
@@ -95,6 +95,10 @@ def test_another_node_imports_what_the_first_one_has(folder: Path) -> None:
         shared.write_text(text)
         started = _start(folder, "--preload", "--set", "keep_caches=off", node=f"node-{len(text)}")
         assert _outcome(started)[0][1] == "5 True"
+
+
+def _preloaders(folder: Path) -> list[Path]:
+    return list((folder / "a/run/services").glob("preload-*"))
 
 
 def _attendants(folder: Path) -> list[str]:

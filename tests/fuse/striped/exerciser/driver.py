@@ -26,7 +26,7 @@ from bootseer.fuse.kernel.unmount import abort_connection
 from bootseer.fuse.striped.mounted.mount import MountedCheckpoints, restart_checkpoints
 from bootseer.linux import mount_table
 from bootseer.linux.processes import wait_for_exit
-from bootseer.served.status import find_known
+from bootseer.served.service import find_checkpoints
 from bootseer.store import open_backend
 from testbed.needs import linux_version
 from testbed.waiting import wait_for
@@ -203,7 +203,7 @@ class TwoMounts:
 
         def is_known() -> bool:
             nonlocal open_count
-            known = find_known(made.run_dir, made.directory)
+            known = find_checkpoints(made.run_dir, made.directory)
             # Suppressed where another process of the server has just begun.
             with contextlib.suppress(UnavailableError, DeadlineError):
                 if known is not None:
