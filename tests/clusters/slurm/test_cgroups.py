@@ -86,7 +86,10 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
 CHECKPOINT = f"--checkpoint file://{SHARED}/ckpt:/tmp/ckpt"
 RUN = f"{SRUN} bootseer run {CHECKPOINT} --"
 # Groups of the servers of checkpoint folders, a line each.
-GROUPS = 'for pid in $(pgrep -f mounted.server); do grep -E "freezer|0::" /proc/$pid/cgroup; done'
+GROUPS = (
+    'for pid in $(pgrep -f "mounted.(server|job_mount)"); '
+    'do grep -E "freezer|0::" /proc/$pid/cgroup; done'
+)
 
 
 def _output(cluster: SlurmCluster, *lines: str, comment: str = "") -> list[str]:

@@ -142,7 +142,7 @@ def test_a_lost_node_has_its_job_go_on_elsewhere(cluster: SlurmCluster, hdfs: Mi
     """Slurm requeues the job unless it has --no-requeue; the returning node is clean."""
     url = f"{hdfs.url}/lost"
     lines = [
-        f"srun bootseer run --checkpoint {url}/{name}:/tmp/ckpt-{name} -- "
+        f"srun bootseer run --checkpoint {url}-{name}:/tmp/ckpt-{name} -- "
         f"python /home/counting.py /tmp/ckpt-{name} 30"
         for name in ("kept", "ended")
     ]
@@ -151,7 +151,7 @@ def test_a_lost_node_has_its_job_go_on_elsewhere(cluster: SlurmCluster, hdfs: Mi
     kept = cluster.submit(*common, "-o", "kept.out", script=script(lines[0]))
     ended = cluster.submit(*common[:-1], "--no-requeue", "-o", "ended.out", script=script(lines[1]))
     for name in ("kept", "ended"):
-        wait_for(lambda name=name: re.search(r"\b3$", listed(cluster, f"{url}/{name}"), re.M), name)  # type: ignore[misc]
+        wait_for(lambda name=name: re.search(r"\b3$", listed(cluster, f"{url}-{name}"), re.M), name)  # type: ignore[misc]
     cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
     cluster.lose_node("n1")
     assert cluster.wait_for_state(ended, "NODE_FAIL", "COMPLETED") == "NODE_FAIL"

@@ -37,7 +37,7 @@ def test_twenty_tasks_of_an_array_start_at_once(cluster: SlurmCluster, hdfs_url:
     """With a shared environment, and a checkpoint folder each."""
     set_up = "mkdir -p /tmp/packages; echo shared > /tmp/packages/one"
     run = f"srun bootseer run --setup '{set_up}' --target /tmp/packages "
-    run += f"--checkpoint {hdfs_url}/$SLURM_ARRAY_TASK_ID:/tmp/ckpt-$SLURM_JOB_ID -- "
+    run += f"--checkpoint {hdfs_url}-$SLURM_ARRAY_TASK_ID:/tmp/ckpt-$SLURM_JOB_ID -- "
     run += "sh -c 'cp /tmp/packages/one /tmp/ckpt-$SLURM_JOB_ID/'"
     words = ("-J", "twenty", "--array=1-20", "-n1", "-o", "twenty-%a.out")
     job = cluster.submit(*words, script=script(run))
@@ -50,7 +50,7 @@ def test_twenty_tasks_of_an_array_start_at_once(cluster: SlurmCluster, hdfs_url:
     # Their prologs and epilogs do not disturb one another.
     assert [said(cluster, name) for name in cluster.nodes] == [[], []]
     for task in range(1, 21):
-        ls = ("bootseer", "checkpoint", "ls", f"{hdfs_url}/{task}")
+        ls = ("bootseer", "checkpoint", "ls", f"{hdfs_url}-{task}")
         assert "one" in cluster.run(*ls, user="alice")
 
 

@@ -196,7 +196,7 @@ def test_the_job_of_another_user_keeps_its_mounts(cluster: SlurmCluster, hdfs_ur
     """So does another job of the same user."""
     jobs = {}
     for user, name, until in (("alice", "short", 2), ("alice", "long", 30), ("bob", "theirs", 30)):
-        run = f"bootseer run --checkpoint {hdfs_url}/{name}:/tmp/{name} -- "
+        run = f"bootseer run --checkpoint {hdfs_url}-{name}:/tmp/{name} -- "
         lines = script(f"srun {run} python /home/counting.py /tmp/{name} {until}")
         jobs[name] = cluster.submit("-wn1", "-n1", "-o", f"{name}.out", user=user, script=lines)
     machine = cluster.machines["n1"]
@@ -205,7 +205,7 @@ def test_the_job_of_another_user_keeps_its_mounts(cluster: SlurmCluster, hdfs_ur
     wait_for(lambda: "/tmp/short" not in machine.mounts(), "the epilog")
     for name in ("long", "theirs"):
         assert cluster.wait_for_state(jobs[name], "COMPLETED", "FAILED") == "COMPLETED"
-        assert re.search(r"\b30$", listed(cluster, f"{hdfs_url}/{name}"), re.M)
+        assert re.search(r"\b30$", listed(cluster, f"{hdfs_url}-{name}"), re.M)
     assert_clean(cluster)
     assert said(cluster, "n1") == []
 

@@ -34,7 +34,9 @@ def job(cluster: SlurmCluster, hdfs: MiniHdfs) -> Path:
     slow = "    step += 1\n    import fromrequirements, time; time.sleep(0.05)\n"
     assert "    step += 1\n" in text
     (folder / "train.py").write_text(text.replace("    step += 1\n", slow))
-    script = page_block("slurm.md", "bash", "#SBATCH").replace("hdfs://namenode:8020", hdfs.url)
+    script = page_block("slurm.md", "bash", "#SBATCH").replace(
+        "hdfs://namenode:8020/ckpt/", f"{hdfs.url}/ckpt-"
+    )
     (folder / "job.sh").write_text(script)
     give_to_user(folder, "alice")
     return folder
@@ -44,7 +46,7 @@ def test_the_recipe_trains_is_requeued_and_goes_on(
     cluster: SlurmCluster, hdfs: MiniHdfs, job: Path
 ) -> None:
     output = job / "job.out"
-    checkpoints = f"{hdfs.url}/ckpt/llama"
+    checkpoints = f"{hdfs.url}/ckpt-llama"
     more = "--export=ALL,STEPS=300,OMP_NUM_THREADS=1"
     words = ["--chdir=/home/alice/job", "--output=job.out", more]
     number = cluster.submit(*words, "/home/alice/job/job.sh")
