@@ -23,6 +23,7 @@ KILLED_S = 10.0
 A process that waits for a dead file system may need longer than any deadline; it is left to init.
 """
 _PR_SET_CHILD_SUBREAPER = 36
+_THREADS_POLL_S = 0.002
 
 
 def boot_id() -> str:
@@ -198,6 +199,19 @@ def close_descriptors(*kept: int) -> None:
 def may_fork() -> bool:
     """Return whether this process has one thread, so that a copy cannot wait for another's lock."""
     return len(os.listdir("/proc/self/task")) == 1
+
+
+def wait_single_threaded(timeout_s: float) -> bool:
+    """Wait until all other threads of this process have ended. Return False after `timeout_s`.
+
+    `Thread.join` returns shortly before the kernel's thread has ended.
+    """
+    until_s = time.monotonic() + timeout_s
+    while not may_fork():
+        if time.monotonic() >= until_s:
+            return False
+        time.sleep(_THREADS_POLL_S)
+    return True
 
 
 def wait_for_exit(pid: int, timeout_s: float | None) -> bool:

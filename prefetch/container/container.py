@@ -27,6 +27,7 @@ from bootseer.linux import namespaces
 from bootseer.linux.disk_usage import NO_DISK
 from bootseer.linux.mount_table import find_mount
 from bootseer.linux.private_files import make_private_directory, private_directory
+from bootseer.linux.processes import wait_single_threaded
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.linux.scripts import RunOptions
 from bootseer.prefetch.container.process import (
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_THREADS_END_S = 5.0
+"""Time for threads that have done their work to end in the kernel."""
 CHROOT, RUNC = RUNTIMES = ("chroot", "runc")
 """Programs that start a job in the root: chroot by this process, without isolation; or runc."""
 
@@ -124,6 +127,9 @@ class Container(Struct):
     def _unshare(self) -> None:
         uid, gid = os.geteuid(), os.getegid()
         flags = namespaces.CLONE_NEWNS
+        if self.rootless:
+            # The kernel refuses a user namespace to a process with threads (EINVAL).
+            wait_single_threaded(_THREADS_END_S)
         try:
             namespaces.unshare(flags | (namespaces.CLONE_NEWUSER if self.rootless else 0))
             if self.rootless:

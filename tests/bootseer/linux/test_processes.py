@@ -48,3 +48,17 @@ def test_what_a_copy_of_this_process_tells_is_whole_or_nothing() -> None:
         "assert run_forked(lambda: os.kill(os.getpid(), signal.SIGKILL) or b'x', 60) == b''\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_threads_that_end_are_waited_for() -> None:
+    code = """
+import threading
+from bootseer.linux.processes import wait_single_threaded
+stop = threading.Event()
+thread = threading.Thread(target=stop.wait)
+thread.start()
+assert not wait_single_threaded(0.05)
+stop.set()
+assert wait_single_threaded(30)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
