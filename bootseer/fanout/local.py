@@ -34,7 +34,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta, Struct
 
@@ -45,8 +45,11 @@ from bootseer.fanout.trees import TREE_COUNT
 from bootseer.served.control import is_trusted_peer
 from bootseer.settings.config import Settings
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.chunks import Reader
 from bootseer.transfer.ranges import Chunk
+
+if TYPE_CHECKING:
+    # A restore that fetches nothing does not load the fetch engine.
+    from bootseer.transfer.chunks import Reader
 
 _log = logging.getLogger(__name__)
 
@@ -330,7 +333,7 @@ class SharedReads(SharedRanges):
     `read` is a `Reader` for a `ChunkFetcher`.
     """
 
-    def __init__(self, settings: Settings, read: Reader) -> None:
+    def __init__(self, settings: Settings, read: "Reader") -> None:
         """Create the reader; `read` reads the store."""
         super().__init__(fanout_address(settings))
         self._read = read
