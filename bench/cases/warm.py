@@ -70,6 +70,7 @@ def _environment(workspace: Workspace) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "BOOTSEER_STORE": str(workspace.directory / "store"),
         "BOOTSEER_RUN_DIR": str(workspace.directory / "run"),
+        "BOOTSEER_CACHE_DIR": str(workspace.directory / "cache"),
     }
 
 
@@ -105,7 +106,7 @@ def _background(workspace: Workspace, action: str) -> float:
     """Wait for the background process and return its CPU seconds. Raises: RuntimeError."""
     deadline_s = time.monotonic() + _DEADLINE_S
     while time.monotonic() < deadline_s:
-        for path in (workspace.directory / "run" / "warm").glob("*.json"):
+        for path in (workspace.directory / "cache" / "warm").glob("*.json"):
             state = json.loads(path.read_text())
             if state["action"] == action:
                 path.unlink()
