@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -93,10 +93,12 @@ class Popen(subprocess.Popen[Any]):
         self._close_pipe_fds(*(request[end] for end in ends))  # type: ignore[attr-defined]
 
 
-_posix_spawn_fresh = os.posix_spawn
+_posix_spawn_fresh: Callable[..., int] = os.posix_spawn
 
 
-def posix_spawn(path: Any, arguments: Any, environment: Mapping[Any, Any], **options: Any) -> int:
+def posix_spawn(
+    path: Any, arguments: Any, environment: Mapping[Any, Any] | None, /, **options: Any
+) -> int:
     """`os.posix_spawn` that forks the zygote for a server of Bootseer (`served.processes`)."""
     actions = options.get("file_actions", ())
     files = [one[1] for number, one in enumerate(actions) if one[::2] == (_DUP2, number)]
