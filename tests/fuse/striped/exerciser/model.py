@@ -94,10 +94,13 @@ class Description:
     holders: set[tuple[str, str]] = field(default_factory=set)
     maps: set[tuple[str, str]] = field(default_factory=set)
     made_the_name: bool = False
+    found_no_file: bool = False
+    """Whether no file was stored when it was opened, so that it may have made the name."""
     was_flushed: bool = False
     """Whether a copy was closed and nothing was written since."""
-    is_superseded: bool = False
-    """Whether it only emptied the file, and another writer has opened or made the file since."""
+    is_superseded: bool | None = False
+    """Whether it only emptied the file, and another writer has opened or made the file since; None
+    where the page leaves it open."""
     refused: frozenset[int] = frozenset()
     """Errors with which its first write was refused; it has never begun to write."""
     lost_s: float | None = None
@@ -130,9 +133,14 @@ class Description:
     @property
     def is_late(self) -> bool:
         """Return whether it could only empty a file that another writer has opened since."""
+        return self.is_superseded is True and self.may_be_late
+
+    @property
+    def may_be_late(self) -> bool:
+        """Return whether `is_late` is true, or the page leaves it open."""
         # A writer that empties the file itself since then publishes the empty file.
         is_cut = self.writer is not None and self.writer.may_be_published
-        return self.only_empties and self.is_superseded and not is_cut
+        return self.only_empties and self.is_superseded is not False and not is_cut
 
 
 @dataclass
@@ -286,6 +294,8 @@ class Model:
         unfinished = [one for one in self.at(mount, source) if one.is_unfinished]
         if any(one.writer is not None and one.writer.was_killed for one in unfinished):
             # It depends on the closing process whether it is published.
+            return False
+        if any(one.may_be_late and not one.is_late for one in unfinished):
             return False
         if unfinished and source not in self.files and all(one.is_late for one in unfinished):
             return False
@@ -472,7 +482,9 @@ class Model:
         generation = self._made(writer)
         if writer.wrote and writer.base is None:
             for other in self.at(one.mount, one.name):
-                other.is_superseded |= other.was_flushed and other.only_empties
+                # Who made the name without O_TRUNC empties nothing that is published since.
+                if other.only_empties and (other.was_flushed or not other.flags & os.O_TRUNC):
+                    other.is_superseded = True
         self._replace(one.mount, one.name, generation)
         self._note_published(one, generation)
 
@@ -532,19 +544,31 @@ class Model:
         current = self.files.get(path)
         one = Description(mount, path, flags, holders={(who, slot)})
         if one.writes:
-            if flags & os.O_TRUNC:
-                for other in self.at(mount, path):
+            is_anew = self._is_made_anew(mount, path, flags)
+            for other in self.at(mount, path):
+                if flags & os.O_TRUNC or is_anew:
                     other.is_superseded = True
+                elif is_anew is None:
+                    other.is_superseded = other.is_superseded or None
             if current is None or flags & os.O_TRUNC:
                 one.writer = Writer(bytearray())
                 # Without O_TRUNC it does not empty a file that another writer is about to publish.
-                one.is_superseded = not flags & os.O_TRUNC and True in exists
-                one.made_the_name = current is None and not one.is_superseded
+                if not flags & os.O_TRUNC and not is_anew:
+                    one.is_superseded = None if is_anew is None else True
+                one.made_the_name = current is None and one.is_superseded is False
+                one.found_no_file = current is None
             else:
                 one.base = current
         if one.writer is None:
             one.generation = current
         self.descriptions.append(one)
+
+    def _is_made_anew(self, mount: str, path: str, flags: int) -> bool | None:
+        """Return whether an open has made the name in its mount; None where that is left open."""
+        if not flags & os.O_CREAT or self._exists(mount, path) == {True}:
+            return False
+        may_be_held = any(one.found_no_file for one in self.at(mount, path))
+        return True if flags & os.O_EXCL or not may_be_held else None
 
     def _do_dup(self, answer: Answer, who: str, slot: str, new: str) -> None:
         self._refused(answer)
@@ -621,7 +645,7 @@ class Model:
 
     def _unsure(self, one: Description) -> bool:
         assert one.writer is not None
-        return one.is_superseded or one.writer.was_restarted
+        return one.is_superseded is not False or one.writer.was_restarted
 
     # ---- writing --------------------------------------------------------------------------
 
@@ -766,7 +790,7 @@ class Model:
         if self._refused(answer, errors, must_fail=must_fail):
             self._fail(one.writer, answer["errno"])
             return
-        if one.writer.may_be_published:
+        if one.writer.may_be_published or one.may_be_late:
             self._ask(one)
         else:
             self._publish(one)
@@ -832,7 +856,7 @@ class Model:
             writer = one.writer
             if not (writer.errors or writer.was_restarted or writer.was_killed):
                 sizes = [writer.size]
-                if one.is_late:
+                if one.may_be_late:
                     # It is not defined whether this will empty it.
                     sizes += self._stored_sizes(one.name)
                 self._expect_value(answer, sizes, "the size")
@@ -1041,7 +1065,7 @@ class Model:
                 and one.name.startswith((source + "/", target + "/"))
             ]
             # A file that was only emptied and opened again since loses nothing.
-            if any(not one.is_late for one in unfinished):
+            if any(not one.may_be_late for one in unfinished):
                 errors |= {errno.EBUSY, errno.ENOTEMPTY}
             must_fail = bool(errors)
             if unfinished or self._may_have_nameless_parts(mount):

@@ -275,3 +275,34 @@ def test_what_a_file_was_emptied_by_is_an_open_question_where_another_writes(
     with deviates():
         history.model.answer("a", shown(content(9, SMALL)))
     history.see(shown(old), "peek", "B1", path="a")
+
+
+@pytest.mark.parametrize("flags", [os.O_CREAT | os.O_EXCL, os.O_CREAT])
+def test_what_was_made_anew_since_a_file_was_emptied_stays(history: History, flags: int) -> None:
+    """Regression: only an open with O_TRUNC counted, and the model expected an empty file."""
+    history.save("a", 1, SMALL)
+    history.see(OK, "open", "A1", slot="one", path="a", flags=WRITE)
+    history.see(OK, "unlink", "B1", path="a")
+    history.see(OK, "open", "A2", slot="two", path="a", flags=os.O_RDWR | flags)
+    history.see({"ok": SMALL}, "write", "A2", slot="two", offset=0, size=SMALL, seed=2)
+    history.see(OK, "close", "A2", slot="two")
+    history.see(OK, "fsync", "A1", slot="one")
+    history.see(OK, "close", "A1", slot="one")
+    new = shown(content(2, SMALL))
+    for path in list(history.model.open_questions):
+        history.model.answer(path, new)
+    history.see(new, "peek", "B1", path="a")
+
+
+def test_which_of_two_made_a_name_may_be_an_open_question(history: History) -> None:
+    """The node learns only from a look at the name that another node removed it."""
+    history.see(OK, "open", "A1", slot="one", path="a", flags=WRITE)
+    history.save("a", 1, SMALL, who="B1")
+    history.see(OK, "unlink", "B1", path="a")
+    history.see(OK, "open", "A2", slot="two", path="a", flags=os.O_RDWR | os.O_CREAT)
+    history.see(OK, "fsync", "A2", slot="two")
+    assert list(history.model.open_questions) == ["a"]
+    history.model.answer("a", {"errno": errno.ENOENT})
+    history.see(OK, "fsync", "A1", slot="one")
+    history.model.answer("a", shown(b""))
+    history.see(shown(b""), "peek", "B1", path="a")
