@@ -96,7 +96,9 @@ class FileRecord(Struct, frozen=True, array_like=True, tag=3):
     reads: ViewRecord | None
     is_pinned: bool
     base: ViewRecord | None
-    has_writer: bool
+    writer_path: bytes | None
+    """Path under which the writer publishes; None if the file has no writer. The node does not tell
+    it: a node that lost its name may belong to a writer that still has it."""
     is_nameless: bool
     is_unfinished: bool
     killed: bool

@@ -89,7 +89,7 @@ class OpenFiles:
                 base=inherited.view(record.base),
                 killed=record.killed,
                 superseded=record.superseded,
-                is_nameless=record.is_nameless and not record.has_writer,
+                is_nameless=record.is_nameless and record.writer_path is None,
                 request=record.request,
             )
             view = inherited.view(record.reads)
@@ -108,9 +108,10 @@ class OpenFiles:
 
     def _resume_writer(self, handle: Handle, record: FileRecord) -> None:
         """Give the handle a writer where it had one that cannot begin anew from its base."""
-        node, base = handle.node, handle.base
+        if record.writer_path is None:
+            return
+        path = os.fsdecode(record.writer_path)
         if record.is_unfinished:
-            path = base.path if base is not None else node.path or node.name
             writer = handle.writer = self._storage.writer(path)
             writer.fail(
                 UnavailableError(
@@ -121,15 +122,12 @@ class OpenFiles:
             if record.is_nameless:
                 writer.detach()
             _log.error("%s was being written: its writer gets an error", path)
-        elif record.has_writer:
-            # A node without a name does not tell: one that was read is replaced by each `fsync` of
-            # a writer.
-            if record.is_nameless if base is not None else node.is_detached:
-                writer = handle.writer = self._storage.writer(node.name)
-                writer.fail(refuse(errno.ESTALE))
-                writer.detach()
-            elif base is None:
-                handle.writer = self._storage.writer(node.path)
+        elif record.is_nameless:
+            writer = handle.writer = self._storage.writer(path)
+            writer.fail(refuse(errno.ESTALE))
+            writer.detach()
+        elif handle.base is None:
+            handle.writer = self._storage.writer(path)
 
     # ---- opening --------------------------------------------------------------------------
 

@@ -75,6 +75,33 @@ def test_what_is_written_to_an_unlinked_log_goes_nowhere_after_a_restart(tmp_pat
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("flags", [os.O_TRUNC, os.O_CREAT], ids=["emptied", "created"])
+def test_who_has_not_written_yet_writes_after_its_folder_was_made_anew(
+    tmp_path: Path, flags: int, is_restarted: bool
+) -> None:
+    """Regression (exerciser): the next server took the name for lost, and refused with ESTALE."""
+    here = Restartable(tmp_path)
+    elsewhere = Driver(storage_on(tmp_path / "backend"))
+    here.mkdir("d")
+    if flags & os.O_TRUNC:
+        here.write("d/f", b"old")
+    file = here.open("d/f", os.O_WRONLY | flags)
+    if flags & os.O_TRUNC:
+        elsewhere.unlink("d/f")
+    elsewhere.rmdir("d")
+    with refused_with(errno.ENOENT):
+        here.node("d")
+    elsewhere.mkdir("d")
+    if is_restarted:
+        here.journal.close()
+        here = Restartable(tmp_path)
+    here.pwrite(file, 0, b"new")
+    here.close(file)
+    assert elsewhere.read("d/f") == b"new"
+    here.fs.destroyed()
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
 def test_a_failed_writer_of_a_replaced_file_hinders_no_rename(
     tmp_path: Path, is_restarted: bool
 ) -> None:
