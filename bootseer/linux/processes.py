@@ -1,7 +1,8 @@
 """Processes: facts from /proc, signals, forked copies, and notes about the users of a thing.
 
 Only this module reads /proc/PID/stat and status, and defines the names of notes: `PID-STARTED`,
-which identify one process forever. Stateless; any thread, and every process of the node.
+which identify one process forever, or `PID-STARTED.ROLE`. Stateless; any thread, and every process
+of the node.
 """
 
 import contextlib
@@ -150,9 +151,9 @@ def note_name(pid: int) -> str:
     return f"{pid}-{start_time(pid)}"
 
 
-def note_process(folder: Path, pid: int) -> None:
+def note_process(folder: Path, pid: int, role: str = "") -> None:
     """Add a note of process `pid` to the folder. Raises: BootseerError, OSError."""
-    write_note(folder, note_name(pid))
+    write_note(folder, f"{note_name(pid)}.{role}" if role else note_name(pid))
 
 
 def note_names(folder: Path) -> list[str]:
@@ -162,12 +163,18 @@ def note_names(folder: Path) -> list[str]:
     return []
 
 
+def living_notes(folder: Path) -> Iterator[tuple[ProcessId, str]]:
+    """Yield each living process that has a note in the folder, and the note's role."""
+    for name in note_names(folder):
+        identity, _, role = name.partition(".")
+        pid, _, started = identity.partition("-")
+        if pid.isdigit() and (process := ProcessId(int(pid), started)).lives():
+            yield process, role
+
+
 def living_processes(folder: Path) -> Iterator[ProcessId]:
     """Yield the living processes that have a note in the folder."""
-    for name in note_names(folder):
-        pid, _, started = name.partition("-")
-        if pid.isdigit() and (process := ProcessId(int(pid), started)).lives():
-            yield process
+    return (process for process, _ in living_notes(folder))
 
 
 def living_pids(folder: Path) -> set[int]:

@@ -27,7 +27,7 @@ from bootseer.linux.private_files import (
     read_private_file,
     write_private_file,
 )
-from bootseer.linux.processes import ProcessId, living_pids
+from bootseer.linux.processes import ProcessId, living_notes, living_pids
 from bootseer.linux.removal import remove_tree
 
 CHECKPOINT = "checkpoint"
@@ -273,9 +273,12 @@ def attendants(run_dir: Path) -> list[Service]:
 
 
 def is_lingering(folder: Path) -> bool:
-    """Return whether all living users of a service are attendants, so that no job uses it."""
-    users = living_pids(folder / USERS)
-    return bool(users) and users <= {one.state.pid for one in attendants(folder.parent.parent)}
+    """Return whether all living users of a service are attendants, so that no job uses it.
+
+    An attendant that is ending counts, too: it has no state any more, but may live for seconds.
+    """
+    roles = {role for _, role in living_notes(folder / USERS)}
+    return roles == {ATTENDING}
 
 
 def lingering_services(run_dir: Path, purpose: str, job: str = "") -> Iterator[Service]:

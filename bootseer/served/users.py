@@ -1,9 +1,10 @@
 """Reference counting for services: the processes that use each of them.
 
-The folder of a service (`service`) has a subfolder `users` with one empty file per process, or a
-file `keep` for a mount that stays until it is unmounted. A mount without any of these files is
-still being set up. The server unmounts the overlay when its last user has ended. Only this module
-writes to the subfolder. Any thread, and every process of the node.
+The folder of a service (`service`) has a subfolder `users` with one empty file per process, whose
+name tells attendants from jobs, or a file `keep` for a mount that stays until it is unmounted. A
+mount without any of these files is still being set up. The server unmounts the overlay when its
+last user has ended. Only this module writes to the subfolder. Any thread, and every process of the
+node.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from bootseer.linux.processes import (
 from bootseer.linux.removal import remove_tree
 from bootseer.served.overlays import Overlay, overlay_at, overlays, unmount_overlay
 from bootseer.served.service import (
+    ATTENDING,
     LINK,
     PRELOAD,
     USERS,
@@ -82,14 +84,15 @@ def _users_locked(state_dir: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def add_user(state_dir: Path, pid: int | None) -> None:
+def add_user(state_dir: Path, pid: int | None, role: str = "") -> None:
     """Keep the mount as long as process `pid` lives; None: until it is unmounted.
 
-    The first user ends the mount's setting up. Raises: BootseerError.
+    The first user ends the mount's setting up. `role`: ATTENDING for an attendant, whose use alone
+    is lingering. Raises: BootseerError.
     """
     try:
         with _users_locked(state_dir):
-            _write_user(state_dir, pid)
+            _write_user(state_dir, pid, role)
     except OSError as error:
         raise from_oserror(error, f"record a user of the mount {state_dir.name}") from error
 
@@ -111,11 +114,11 @@ def join(state_dir: Path, overlay: Overlay | None, pid: int | None) -> bool:
     return True
 
 
-def _write_user(state_dir: Path, pid: int | None) -> None:
+def _write_user(state_dir: Path, pid: int | None, role: str = "") -> None:
     if pid is None:
         write_note(state_dir / USERS, _KEEP)
     else:
-        note_process(state_dir / USERS, pid)
+        note_process(state_dir / USERS, pid, role)
 
 
 def has_users(state_dir: Path) -> bool:
@@ -148,7 +151,7 @@ def next_user(state_dir: Path) -> ProcessId | None:
 
 
 def share_services(run_dir: Path, pid: int) -> None:
-    """Make process `pid` a user of each mount and preloader that this process uses.
+    """Make the attendant `pid` a user of each mount and preloader that this process uses.
 
     Raises: BootseerError.
     """
@@ -157,7 +160,7 @@ def share_services(run_dir: Path, pid: int) -> None:
         uses = service.state.user == ours or ours in living_processes(service.folder / USERS)
         if uses and service.is_alive:
             add_user(service.folder, ours.pid)
-            add_user(service.folder, pid)
+            add_user(service.folder, pid, ATTENDING)
 
 
 def last_user(state_dir: Path) -> ProcessId | None:

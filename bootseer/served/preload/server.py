@@ -124,7 +124,7 @@ class _PreloadServer:
         with contextlib.suppress(OSError):
             # In a container there is no such folder: the preloader ends with the start's process.
             for name in os.listdir(self._plan["users"]) if self._plan["users"] else ():
-                pid, _, started = name.partition("-")
+                pid, _, started = name.partition(".")[0].partition("-")
                 if pid.isdigit() and (user := _open_process(int(pid), started)) >= 0:
                     self._user = user
                     return

@@ -194,6 +194,21 @@ def test_the_job_keeps_its_mounts_when_the_lingering_process_is_killed(one: Node
     one.wait_clean()
 
 
+def test_a_process_that_is_ending_its_lingering_is_no_job(one: Node) -> None:
+    """The start after the next once found its mounts in use by the first one's attendant."""
+    _start(one, "touch mnt/step-1")
+    servers = _servers(one)
+    (ending,) = _served(one)["attendant"]
+    os.kill(ending["pid"], signal.SIGSTOP)
+    # As it does itself, some time before it has ended.
+    for path in (one.base / "run/services").glob("start-*/*"):
+        path.unlink()
+    assert _start(one, SHOW) == "a\nstep-1\n"
+    assert (_how(one), _servers(one)) == (("live", "live"), servers)
+    os.kill(ending["pid"], signal.SIGKILL)
+    _end(one)
+
+
 def test_a_server_that_does_not_answer_is_replaced(one: Node) -> None:
     _start(one, "touch mnt/step-1")
     (entry,) = _served(one)["checkpoints"]
