@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -17,32 +16,41 @@ from bootseer.store import Lease, LeaseWatch, Store, open_store
 from bootseer.store.local.backend import LocalBackend
 from bootseer.store.objects import lease
 from testbed.needs import MissingError
-from testbed.waiting import wait_for
 from tests.bootseer.store.using import race
+
+TTL_S = 60.0
+
+
+class Clock:
+    """Clocks of the leases in this process, which a test sets ahead."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+        self.wall_ahead_s = 0.0
+        """Seconds by which the wall clock alone is ahead."""
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+    def time_ns(self) -> int:
+        return time.time_ns() + int((self.ahead_s + self.wall_ahead_s) * 1e9)
+
+    def pass_lease(self) -> None:
+        """Let the time of a lease pass, and the tolerance between clocks."""
+        self.ahead_s += TTL_S + lease.SKEW_S + 1
 
 
 @pytest.fixture
-def exact_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the tolerance between clocks, so that tests do not wait for it: all share one
-    clock."""
-    monkeypatch.setattr(lease, "SKEW_S", 0.0)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(lease, "time", clock)
+    return clock
 
 
-def hold(store: Store, ttl_s: float = 60, owner: str = "me") -> Lease:
-    held = store.lease("leases/x", ttl_s=ttl_s, owner=owner)
+def hold(store: Store, owner: str = "me") -> Lease:
+    held = store.lease("leases/x", ttl_s=TTL_S, owner=owner)
     assert held is not None
     return held
-
-
-def hold_when_free(store: Store, owner: str, ttl_s: float = 60) -> Lease:
-    held: list[Lease] = []
-
-    def is_held() -> bool:
-        held.extend(filter(None, [store.lease("leases/x", ttl_s=ttl_s, owner=owner)]))
-        return bool(held)
-
-    wait_for(is_held, "the end of the lease")
-    return held[0]
 
 
 def test_is_held_by_one_until_released(store: Store) -> None:
@@ -65,47 +73,31 @@ def test_is_held_by_one_until_released(store: Store) -> None:
         assert list(store.backend.list(".tmp")) == []
 
 
-def test_a_lease_counts_from_before_its_record_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Slow(LocalBackend):
+    """Backend whose renames take `rename_s`."""
+
+    def __init__(self, root: Path, clock: Clock, rename_s: float) -> None:
+        super().__init__(root)
+        self._clock = clock
+        self._rename_s = rename_s
+
+    def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
+        super().rename(source, target, overwrite=overwrite)
+        self._clock.ahead_s += self._rename_s
+
+
+def test_a_lease_counts_from_before_its_record_was_written(tmp_path: Path, clock: Clock) -> None:
     """Other nodes see the expiry in the record, however long its write took."""
-    late_s = 0.0
-
-    class Slow(LocalBackend):
-        def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
-            nonlocal late_s
-            super().rename(source, target, overwrite=overwrite)
-            late_s += 20
-
-    clock = SimpleNamespace(
-        monotonic=lambda: time.monotonic() + late_s, time_ns=lambda: time.time_ns()
-    )
-    monkeypatch.setattr(lease, "time", clock)
-    held = hold(Store(Slow(tmp_path / "root")), ttl_s=60)
+    held = hold(Store(Slow(tmp_path / "root", clock, 20)))
     assert 0 < held.remaining_s <= 40
     held.renew()
     assert 0 < held.remaining_s <= 40
 
 
-def test_a_lease_that_is_nearly_over_when_it_is_taken_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late_s = 0.0
-
-    class Slow(LocalBackend):
-        def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
-            nonlocal late_s
-            super().rename(source, target, overwrite=overwrite)
-            late_s += 59
-
-    clock = SimpleNamespace(
-        monotonic=lambda: time.monotonic() + late_s,
-        time_ns=lambda: time.time_ns() + int(late_s * 1e9),
-    )
-    monkeypatch.setattr(lease, "time", clock)
-    store = Store(Slow(tmp_path / "root"))
-    hold(store, ttl_s=60)
-    late_s += 100
+def test_a_lease_that_is_nearly_over_when_it_is_taken_is_left(tmp_path: Path, clock: Clock) -> None:
+    store = Store(Slow(tmp_path / "root", clock, 59))
+    hold(store)
+    clock.pass_lease()
     assert store.lease("leases/x", ttl_s=60, owner="other") is None
     kept = lease.decode(store.backend.read("leases/x"))
     assert kept is not None
@@ -116,9 +108,9 @@ def test_one_of_many_gets_a_new_lease(store: Store) -> None:
     assert race(8, lambda i: store.lease("leases/x", ttl_s=60, owner=f"{i}") is not None) == 1
 
 
-def test_one_of_many_takes_over_an_expired_lease(store: Store, exact_clocks: None) -> None:
-    dead = hold(store, ttl_s=0.01)
-    wait_for(lambda: not dead.still_held)
+def test_one_of_many_takes_over_an_expired_lease(store: Store, clock: Clock) -> None:
+    dead = hold(store)
+    clock.pass_lease()
     assert race(8, lambda i: store.lease("leases/x", ttl_s=60, owner=f"{i}") is not None) == 1
     with pytest.raises(BusyError):
         dead.renew()
@@ -126,29 +118,27 @@ def test_one_of_many_takes_over_an_expired_lease(store: Store, exact_clocks: Non
     assert store.lease("leases/x", ttl_s=60, owner="late") is None
 
 
-def test_is_not_taken_within_the_tolerance(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_not_taken_within_the_tolerance(
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease, "SKEW_S", 3600.0)
-    held = hold(store, ttl_s=0.01)
-    wait_for(lambda: not held.still_held)
+    held = hold(store)
+    clock.ahead_s += 3600
+    assert not held.still_held
     assert store.lease("leases/x", ttl_s=60, owner="other") is None
 
 
-def test_who_waits_needs_no_clock_of_the_holders(
-    store: Store, exact_clocks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        now_ns = time.time_ns()
-        patched.setattr(time, "time_ns", lambda: now_ns + 24 * 3600 * 10**9)
-        dead = hold(store, ttl_s=0.2)
+def test_who_waits_needs_no_clock_of_the_holders(store: Store, clock: Clock) -> None:
+    clock.wall_ahead_s = 24 * 3600.0
+    dead = hold(store)
+    clock.wall_ahead_s = 0.0
     watch = LeaseWatch()
-    taken: list[Lease] = []
-
-    def is_taken() -> bool:
+    for is_over in (False, True):
         assert store.lease("leases/x", ttl_s=60, owner="asks once") is None
-        taken.extend(filter(None, [store.lease("leases/x", ttl_s=60, owner="waits", watch=watch)]))
-        return bool(taken)
-
-    wait_for(is_taken, "the end of the dead lease")
+        taken = store.lease("leases/x", ttl_s=60, owner="waits", watch=watch)
+        assert (taken is not None) is is_over
+        if not is_over:
+            clock.pass_lease()
     assert not dead.still_held
     with pytest.raises(BusyError):
         dead.renew()
@@ -174,7 +164,7 @@ def test_a_watch_begins_anew_with_each_renewal() -> None:
     assert watch.has_expired(endless, 3, time.monotonic() + lease.TTL_MAX_S + lease.SKEW_S)
 
 
-def test_a_renewed_lease_is_not_taken(store: Store, exact_clocks: None) -> None:
+def test_a_renewed_lease_is_not_taken(store: Store) -> None:
     held = hold(store)
     for _ in range(3):
         held.renew()
@@ -235,17 +225,13 @@ class Stalled(LocalBackend):
         super().rename(source, target, overwrite=overwrite)
 
 
-def expired(store: Store) -> None:
-    over = hold(store, ttl_s=0.01)
-    wait_for(lambda: not over.still_held)
-
-
-def test_a_stalled_taker_cannot_take_the_next_lease(tmp_path: Path, exact_clocks: None) -> None:
+def test_a_stalled_taker_cannot_take_the_next_lease(tmp_path: Path, clock: Clock) -> None:
     """The taker has read the expired record, and continues after another one has taken the
     lease."""
     backend = Stalled(tmp_path / "root", "after-")
     late, other = Store(backend), Store(LocalBackend(tmp_path / "root"))
-    expired(other)
+    hold(other)
+    clock.pass_lease()
     held: list[Lease] = []
     backend.meanwhile = lambda: held.append(hold(other, owner="winner"))
     assert late.lease("leases/x", ttl_s=60, owner="late") is None
@@ -254,58 +240,65 @@ def test_a_stalled_taker_cannot_take_the_next_lease(tmp_path: Path, exact_clocks
 
 
 def test_a_stalled_taker_cannot_take_a_lease_that_came_and_went(
-    tmp_path: Path, exact_clocks: None
+    tmp_path: Path, clock: Clock
 ) -> None:
     """The successor's record looks expired by then, since its renewals are deleted."""
     backend = Stalled(tmp_path / "root", "after-")
     late, other = Store(backend), Store(LocalBackend(tmp_path / "root"))
-    expired(other)
+    hold(other)
+    clock.pass_lease()
     held: list[Lease] = []
 
     def meanwhile() -> None:
-        brief = hold(other, ttl_s=0.2, owner="brief")
+        brief = hold(other, owner="brief")
         brief.renew()
         brief.release()
         held.append(hold(other, owner="next"))
-        wait_for(lambda: time.time_ns() > brief.expires_at_ns + 10**9)
+        # The next holder renews its lease while the record of the brief one expires.
+        for _ in range(4):
+            clock.ahead_s += TTL_S / 2
+            held[0].renew()
 
     backend.meanwhile = meanwhile
     assert late.lease("leases/x", ttl_s=60, owner="late") is None
     held[0].renew()
 
 
-def test_a_taker_that_dies_half_way_costs_its_lease_only(
-    tmp_path: Path, exact_clocks: None
-) -> None:
+def test_a_taker_that_dies_half_way_costs_its_lease_only(tmp_path: Path, clock: Clock) -> None:
     """If it dies between its two steps, the next taker continues from it, not from its
     predecessor."""
     store = Store(LocalBackend(tmp_path / "root"))
-    expired(store)
+    hold(store)
     for owner in ("first", "second"):
+        clock.pass_lease()
         dying = Stalled(tmp_path / "root", "leases/x True")
         dying.meanwhile = die
         with pytest.raises(ZeroDivisionError):
-            hold_when_free(Store(dying), owner, ttl_s=0.3)
+            hold(Store(dying), owner)
     record = lease.decode(store.read("leases/x"))
     assert record is not None
     assert record.owner == "me"
-    assert hold_when_free(store, "heir").owner == "heir"
+    assert store.lease("leases/x", ttl_s=60, owner="early") is None
+    clock.pass_lease()
+    hold(store, "heir")
     record = lease.decode(store.read("leases/x"))
     assert record is not None
     assert record.owner == "heir"
     assert store.lease("leases/x", ttl_s=60, owner="late") is None
 
 
-def test_a_killed_holder_costs_its_lease_only(store_url: str, exact_clocks: None) -> None:
+def test_a_killed_holder_costs_its_lease_only(store_url: str, clock: Clock) -> None:
     code = (
         "import os, sys; from bootseer.store import open_store\n"
-        "assert open_store(sys.argv[1]).lease('leases/x', ttl_s=1, owner='dead')\n"
+        "assert open_store(sys.argv[1]).lease('leases/x', ttl_s=60, owner='dead')\n"
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code, store_url], timeout=60)
     assert done.returncode == -9
     with open_store(store_url) as store:
-        assert hold_when_free(store, "heir").owner == "heir"
+        assert store.lease("leases/x", ttl_s=60, owner="early") is None
+        clock.pass_lease()
+        hold(store, "heir")
 
 
 @pytest.mark.parametrize(
@@ -332,9 +325,9 @@ def test_refuses_a_senseless_length(store_url: str, ttl_s: float) -> None:
 
 def test_the_record_is_the_documented_one(store_url: str, tmp_path: Path) -> None:
     with open_store(store_url) as store:
-        held = hold(store, ttl_s=30, owner="node-7")
+        held = hold(store, owner="node-7")
         record = json.loads((tmp_path / "store/leases/x").read_bytes())
     assert sorted(record) == ["expires_at_ns", "owner", "token", "ttl_ns"]
     assert record["owner"] == "node-7"
-    assert record["ttl_ns"] == 30 * 10**9
+    assert record["ttl_ns"] == TTL_S * 1e9
     assert record["expires_at_ns"] == held.expires_at_ns
