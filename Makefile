@@ -73,7 +73,7 @@ test-kubernetes: $(VENV)/ready
 	$(call install_packages,$(KUBERNETES_PACKAGES))
 	$(BIN)/python -m pytest --timeout 900 tests/clusters/kubernetes
 
-# On a real Slurm of two nodes, each in namespaces of its own.
+# On a real Slurm of two nodes, or four, each in namespaces of its own.
 test-slurm: $(VENV)/ready $(VENV)/formats
 	$(call install_packages,$(SLURM_PACKAGES))
 	$(BIN)/python -m pytest --timeout 600 tests/clusters/slurm

@@ -61,10 +61,11 @@ class FanoutNodes:
         nodes = [node for number, node in enumerate(self.nodes) if number not in absent]
         return self._finish([node.start("run", *words) for node in nodes], nodes)
 
-    def start_in_order(self, *words: object) -> None:
+    def start_in_order(self, *words: object, of_ordinary: Sequence[object] = ()) -> None:
         """Start the nodes that read the store before the others; no node is ready before all are.
 
-        However busy this machine is, no node finds another one missing.
+        However busy this machine is, no node finds another one missing. `of_ordinary`: further
+        options of the nodes that are fed by others.
         """
         gate = self.base / "gate"
         gate.mkdir()
@@ -74,7 +75,8 @@ class FanoutNodes:
         words = ("--bind", f"{gate}:/gate", *words)
         started = []
         for number in sorted(range(COUNT), key=lambda number: number in ORDINARY):
-            started.append(self.nodes[number].start("run", *words))
+            options = of_ordinary if number in ORDINARY else ()
+            started.append(self.nodes[number].start("run", *options, *words))
             if number not in ORDINARY:
                 wait_for(partial(self.nodes[number].count_begun, "image"), "a fan-out")
         wait_for(lambda: len(list(gate.iterdir())) == COUNT + 1, "all nodes")
