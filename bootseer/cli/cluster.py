@@ -90,7 +90,7 @@ def snapshotter(
     except ModuleNotFoundError as error:
         raise _needs("the snapshotter", error, "containerd") from error
     if check:
-        from bootseer.prefetch.snapshotter.wire import MESSAGES, SERVICE
+        from bootseer.prefetch.snapshotter.service import MESSAGES, SERVICE
 
         question = MESSAGES["StatSnapshotRequest"](key="none")
         with contextlib.suppress(NotFoundError):

@@ -233,8 +233,7 @@ def _warm_now(request: "WarmRequest") -> WarmedDirectory:
 
 
 def _record_of(request: "WarmRequest") -> ShownRecord:
-    from bootseer.prefetch.warm.request import stored_record
-    from bootseer.prefetch.warm.state import read_outcome
+    from bootseer.prefetch.warm.request import read_outcome, stored_record
 
     known = stored_record(request)
     paths = request.node_paths

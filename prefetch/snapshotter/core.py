@@ -24,7 +24,6 @@ from bootseer.errors import (
 )
 from bootseer.prefetch.snapshotter.chain_trees import ChainTrees
 from bootseer.prefetch.snapshotter.directories import SnapshotDirectories
-from bootseer.prefetch.snapshotter.filters import any_of
 from bootseer.prefetch.snapshotter.lazy_trees import LazyTrees
 from bootseer.prefetch.snapshotter.metadata import SnapshotDatabase
 from bootseer.prefetch.snapshotter.pulled import DueChains, PulledImages
@@ -36,6 +35,7 @@ from bootseer.prefetch.snapshotter.snapshot import (
     SnapshotMount,
     SnapshotUsage,
     TreeKey,
+    any_of,
     chain_named,
     chains_in_use,
     container_of,

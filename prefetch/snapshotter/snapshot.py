@@ -1,4 +1,4 @@
-"""Snapshots: the model, their mounts, and the chains whose trees must be served for them.
+"""Snapshots: the model, their mounts, the chains whose trees must be served, and filters of lists.
 
 Follows the semantics of containerd's own snapshotters (core/snapshots/snapshotter.go, overlayfs),
 with one addition: a committed snapshot may be *remote*. It has no directory; it and everything
@@ -7,13 +7,13 @@ below it is the lazily served tree of a chain (`index.chains`). Pure (no I/O).
 
 import enum
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct, field
 
-from bootseer.base.documents import is_digest
-from bootseer.errors import InvalidInputError
+from bootseer.base.documents import from_line, is_digest
+from bootseer.errors import CorruptError, InvalidInputError
 
 REF_LABEL = "containerd.io/snapshot.ref"
 """Label with the chain that the snapshot will be; set by a client that unpacks an image."""
@@ -214,3 +214,74 @@ def changed_labels(
         else:
             labels.pop(name, None)
     return labels
+
+
+# ---- containerd's filters of lists --------------------------------------------------------------
+
+Filter = Callable[[Snapshot], bool]
+
+_QUOTED = r'"(?:[^"\\\n]|\\.)*"'
+_NAME = rf"(?:{_QUOTED}|\w+)"
+_SELECTOR = re.compile(
+    rf"(?P<path>{_NAME}(?:\.{_NAME})*)(?:(?P<operator>==|!=|~=)(?P<value>{_QUOTED}|[^\s,\"]+))?"
+)
+_FILTER_CHARACTERS_MAX = 8192
+
+
+def any_of(texts: Sequence[str]) -> Filter:
+    """Return a filter that accepts a snapshot if at least one of `texts` does, or all without one.
+
+    Raises: InvalidInputError.
+    """
+    filters = [_parse(text) for text in texts]
+    return lambda snapshot: not filters or any(accept(snapshot) for accept in filters)
+
+
+def _parse(text: str) -> Filter:
+    if len(text) > _FILTER_CHARACTERS_MAX:
+        raise InvalidInputError("a filter of a list is too long")
+    selectors: list[Filter] = []
+    position = 0
+    while position < len(text):
+        match = _SELECTOR.match(text, position)
+        if match is None or text[match.end() : match.end() + 1] not in ("", ","):
+            raise InvalidInputError(f"{text[:200]!r} is no filter of a list")
+        path = [_unquoted(name) for name in re.findall(_NAME, match["path"])]
+        selectors.append(_selector(path, match["operator"], _unquoted(match["value"] or "")))
+        position = match.end() + 1
+    return lambda snapshot: all(accept(snapshot) for accept in selectors)
+
+
+def _unquoted(text: str) -> str:
+    if not text.startswith('"'):
+        return text
+    try:
+        return from_line(text, str)
+    except CorruptError:
+        raise InvalidInputError(f"{text[:200]} in a filter of a list is quoted wrongly") from None
+
+
+def _selector(path: Sequence[str], operator: str | None, value: str) -> Filter:
+    if operator is None:
+        return lambda snapshot: _field(snapshot, path) is not None
+    if operator == "==":
+        return lambda snapshot: _field(snapshot, path) == value
+    if operator == "!=":
+        return lambda snapshot: _field(snapshot, path) != value
+    try:
+        pattern = re.compile(value)
+    except re.error as error:
+        raise InvalidInputError(f"{value[:100]!r} is no regular expression: {error}") from None
+
+    def matches(snapshot: Snapshot) -> bool:
+        text = _field(snapshot, path)
+        return text is not None and pattern.search(text) is not None
+
+    return matches
+
+
+def _field(snapshot: Snapshot, path: Sequence[str]) -> str | None:
+    if path[0] == "labels":
+        return snapshot.labels.get(".".join(path[1:]))
+    fields = {"kind": snapshot.kind.value, "name": snapshot.key, "parent": snapshot.parent}
+    return fields.get(path[0]) if len(path) == 1 else None

@@ -2,5 +2,5 @@
 
 A start is recorded (names from the kernel's notifications, pages from the page cache); later starts
 read the recorded ranges ahead. Needs neither root nor an index. Public: `request`, `plan`,
-`reader`, `record`, `state`. May import of `prefetch`: nothing.
+`reader`, `record`. May import of `prefetch`: nothing.
 """

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.prefetch.warm.beneath import FilesBeneath
 from bootseer.prefetch.warm.plan import WarmJob, WarmPlan
 from bootseer.prefetch.warm.record import FileRange
 from bootseer.prefetch.warm.residency import is_cached, is_residency_known
+from bootseer.store.local.beneath import FilesBeneath
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 
 from bootseer.errors import BootseerError, UnsupportedError
 from bootseer.linux.processes import wait_readable
-from bootseer.prefetch.warm.beneath import FilesBeneath
 from bootseer.prefetch.warm.opens import FanotifyWatch, InotifyWatch, OpenWatch, directories
 from bootseer.prefetch.warm.plan import GAP_BYTES
 from bootseer.prefetch.warm.record import (
@@ -25,6 +24,7 @@ from bootseer.prefetch.warm.record import (
     subtract,
 )
 from bootseer.prefetch.warm.residency import cached_ranges
+from bootseer.store.local.beneath import FilesBeneath
 
 _log = logging.getLogger(__name__)
 

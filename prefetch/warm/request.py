@@ -6,10 +6,12 @@ Warming never costs a start more than a warning and a bounded wait. Main thread.
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bootseer.base.documents import DocumentFormat
 from bootseer.base.redact import public_url
 from bootseer.errors import (
     BootseerError,
@@ -18,6 +20,7 @@ from bootseer.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
+from bootseer.linux.private_files import read_private_file
 from bootseer.linux.processes import ProcessId
 from bootseer.prefetch.warm.reader import DEFAULT_THREAD_COUNT
 from bootseer.prefetch.warm.record import WarmRecord, identity_of, key_of, read_record
@@ -35,6 +38,7 @@ READ_DEADLINE_S = 600.0
 """The longest read-ahead: by then the command has read the rest itself."""
 
 _LOG_BYTES_MAX = 2**20
+_OUTCOME: DocumentFormat[dict[str, Any]] = DocumentFormat(type=dict[str, Any], size_max=1 << 16)
 
 
 class NodePaths(Struct, frozen=True):
@@ -43,7 +47,7 @@ class NodePaths(Struct, frozen=True):
     service: Path
     """Folder of the service; its name is the service's identity."""
     outcome: Path
-    """File with what is done, or was done last."""
+    """File with what is done, or was done last, for `bootseer warm --show`."""
     log: Path
 
 
@@ -126,6 +130,11 @@ def stored_record(request: WarmRequest) -> WarmRecord:
             "COMMAND`"
         )
     return record
+
+
+def read_outcome(path: Path) -> dict[str, Any]:
+    """Return what was done last; {} if that is unknown or its file is damaged."""
+    return read_private_file(path, _OUTCOME) or {}
 
 
 def start_warming(request: WarmRequest) -> str:

@@ -2,19 +2,25 @@
 
 The process gets a `WarmRequest` (`served.processes`) and reports as soon as the command may start:
 when the recording is prepared, or at once if there is a record to read. It ends with the command,
-at the end of its work, or at a deadline.
+at the end of its work, or at a deadline. It holds the service's folder; other ranks of the node
+find that held, and do nothing.
 """
 
 import contextlib
+import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
 
 from bootseer.base.documents import from_line, to_builtins
-from bootseer.errors import CorruptError, UnknownFormatError, from_oserror
+from bootseer.errors import BootseerError, CorruptError, UnknownFormatError, from_oserror
+from bootseer.linux.private_files import write_private_file
 from bootseer.linux.processes import ProcessId, wait_readable
 from bootseer.prefetch.warm.plan import plan_read_ahead
 from bootseer.prefetch.warm.reader import WarmFigures, read_ahead
@@ -26,11 +32,17 @@ from bootseer.prefetch.warm.record import (
     read_record,
 )
 from bootseer.prefetch.warm.recording import WarmRecording
-from bootseer.prefetch.warm.request import WarmingBegun, WarmRequest
-from bootseer.prefetch.warm.state import Progress
+from bootseer.prefetch.warm.request import NodePaths, WarmingBegun, WarmRequest
 from bootseer.served.processes import WARMER, Report, serve
 from bootseer.served.ready_socket import ReadySocket
-from bootseer.served.service import hold_folder, new_service_dir, take_lock
+from bootseer.served.service import (
+    WARMING,
+    ServiceState,
+    hold_folder,
+    new_service_dir,
+    take_lock,
+    write_state,
+)
 from bootseer.store import Store, open_store
 from bootseer.timeline import stage
 
@@ -43,6 +55,44 @@ STALE_SHARE = 0.5
 _END_S = 120.0
 
 
+class _Progress:
+    """Progress of this process, in the service's folder and in the outcome's file. Never raises."""
+
+    def __init__(self, paths: NodePaths, request: WarmRequest) -> None:
+        self._paths = paths
+        self._workload = request.workload
+        self.warning = ""
+        self._outcome: dict[str, Any] = {
+            "directory": request.directory,
+            "workload": request.workload,
+            "pid": os.getpid(),
+            "command_pid": request.process.pid if request.process else 0,
+            "started_ns": time.time_ns(),
+            "action": "",
+        }
+        self.state = ServiceState(
+            id=paths.service.name,
+            reference="",
+            index_digest="",
+            workload=request.workload,
+            directory=request.directory,
+            pid=os.getpid(),
+            pid_started=ProcessId.of(os.getpid()).started,
+            started_ns=self._outcome["started_ns"],
+            purpose=WARMING,
+            user=request.process,
+        )
+
+    def update(self, **changes: Any) -> None:
+        """Replace parts of what `bootseer status` and `--show` tell."""
+        self._outcome |= {**changes, "warning": self.warning}
+        what = f"{self._workload} ({self._outcome['action']})"
+        self.state = replace(self.state, reference=what, problem=self.warning)
+        with contextlib.suppress(OSError, BootseerError):
+            write_private_file(self._paths.outcome, json.dumps(self._outcome).encode("ascii"))
+            write_state(self._paths.service, self.state)
+
+
 def warm(request: WarmRequest, report: Report) -> None:
     """Record or read ahead as requested, then return. Raises: BootseerError, OSError."""
     paths = request.node_paths
@@ -52,7 +102,7 @@ def warm(request: WarmRequest, report: Report) -> None:
         _log.info("another process of this node warms %s already", request.directory)
         report.ready(WarmingBegun())
         return
-    state = Progress(paths, request)
+    state = _Progress(paths, request)
     state.update(action="looking")
     with (
         hold_folder(paths.service, state.state, lock),
@@ -65,7 +115,7 @@ def warm(request: WarmRequest, report: Report) -> None:
             _read(store, request, known, report, state)
 
 
-def _stored_record(store: Store, request: WarmRequest, state: Progress) -> WarmRecord | None:
+def _stored_record(store: Store, request: WarmRequest, state: _Progress) -> WarmRecord | None:
     try:
         return read_record(store, request.identity, request.workload)
     except (CorruptError, UnknownFormatError) as error:
@@ -76,7 +126,7 @@ def _stored_record(store: Store, request: WarmRequest, state: Progress) -> WarmR
 
 
 def _read(
-    store: Store, request: WarmRequest, record: WarmRecord, report: Report, state: Progress
+    store: Store, request: WarmRequest, record: WarmRecord, report: Report, state: _Progress
 ) -> None:
     plan = plan_read_ahead(record, request.memory_bytes)
     state.warning = plan.memory_warning(request.directory)
@@ -107,7 +157,7 @@ def is_outdated(record: WarmRecord, figures: WarmFigures) -> bool:
     )
 
 
-def _record(store: Store, request: WarmRequest, report: Report, state: Progress) -> None:
+def _record(store: Store, request: WarmRequest, report: Report, state: _Progress) -> None:
     recording = WarmRecording(request.directory, request.method)
     try:
         state.update(action="recording", method=recording.method)

@@ -27,7 +27,7 @@ from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.unmount import detach
 from bootseer.linux import mount_table
 from bootseer.prefetch.publish.publishing import wait_published
-from bootseer.prefetch.snapshotter.wire import MESSAGES, METHODS, SERVICE
+from bootseer.prefetch.snapshotter.service import MESSAGES, METHODS, SERVICE
 from bootseer.served.control import ask
 from bootseer.served.service import live_mounts
 from bootseer.settings.config import Settings

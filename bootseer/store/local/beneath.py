@@ -3,7 +3,7 @@
 Paths are opened by openat with O_NOFOLLOW, one component at a time, so that neither ".." nor a link
 that another user of a shared folder has planted leads outside. Also: fsync of directories, and
 rename without overwriting. Functions raise plain OSError and return descriptors that the caller
-closes. Thread-safe.
+closes. Thread-safe, except that a `FilesBeneath` belongs to one thread.
 """
 
 import contextlib
@@ -14,7 +14,11 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from bootseer.base.closing import Closing
+
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: opening a pipe or device in the place of a file must not wait.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _RENAME_NOREPLACE = 1
 
 
@@ -161,3 +165,46 @@ def rename_exclusive(source_fd: int, source: str, target_fd: int, target: str) -
         code = errno.EINVAL
     if code:
         raise OSError(code, os.strerror(code), source, None, target)
+
+
+class FilesBeneath(Closing):
+    """Regular files below `root`, by untrusted paths: no link, device or pipe is opened.
+
+    The last folder is kept open, since successive paths often share it.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._folder = b""
+        self._fd = -1
+
+    def stat(self, path: bytes) -> os.stat_result:
+        """Return the status of a file, without following a link. Raises: OSError."""
+        return os.stat(self._name(path), dir_fd=self._fd, follow_symlinks=False)
+
+    def open(self, path: bytes) -> int:
+        """Open a regular file for reading, and return its descriptor. Raises: OSError."""
+        name = self._name(path)
+        # Checked before the file is opened, because opening a device may have effects.
+        if not stat.S_ISREG(os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mode):
+            raise FileNotFoundError(f"{os.fsdecode(path)} is no regular file")
+        fd = os.open(name, _FILE, dir_fd=self._fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise FileNotFoundError(f"{os.fsdecode(path)} is no regular file")
+        return fd
+
+    def _name(self, path: bytes) -> bytes:
+        folder, _, name = path.rpartition(b"/")
+        if self._fd < 0 or folder != self._folder:
+            self.close()
+            parts = [os.fsdecode(part) for part in folder.split(b"/")] if folder else []
+            self._fd = open_directory(self._root, parts)
+            self._folder = folder
+        return name
+
+    def close(self) -> None:
+        """Close the folder. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

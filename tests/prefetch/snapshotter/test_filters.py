@@ -3,8 +3,7 @@
 import pytest
 
 from bootseer.errors import InvalidInputError
-from bootseer.prefetch.snapshotter.filters import any_of
-from bootseer.prefetch.snapshotter.snapshot import Snapshot, SnapshotKind
+from bootseer.prefetch.snapshotter.snapshot import Snapshot, SnapshotKind, any_of
 
 LABELS = {"containerd.io/snapshot.ref": "sha256:aa", "plain": "x y", "empty": ""}
 SNAPSHOT = Snapshot(1, "k8s.io/4/one", "k8s.io/3/zero", SnapshotKind.COMMITTED, LABELS, 0, 0)

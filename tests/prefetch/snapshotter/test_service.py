@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from bootseer.prefetch.snapshotter.service import KIND_COMMITTED, MESSAGES
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL
-from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED, MESSAGES
 from testbed.containers.containerd_node import ContainerdNode
 from testbed.mounts.image_mounts import bootseer, run_program
 from testbed.paths import REPOSITORY

@@ -10,8 +10,8 @@ import grpc
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.prefetch.index.chains import chain_ids, chain_key, publish_chain_index, read_chain
 from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.prefetch.snapshotter.service import KIND_COMMITTED
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL, WORKLOAD_LABEL
-from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED
 from bootseer.served.service import live_mounts, log_path, services
 from bootseer.served.status import kind_of
 from bootseer.store import open_store
