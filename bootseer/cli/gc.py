@@ -160,8 +160,7 @@ def gc(
     from bootseer.base.progress import ProgressBar
     from bootseer.gc.collect import collect
     from bootseer.gc.inventory import take_inventory
-    from bootseer.gc.plan import make_plan
-    from bootseer.gc.retention import Rules
+    from bootseer.gc.plan import Rules, make_plan
     from bootseer.launch.formats import FORMATS
 
     rules = Rules(

@@ -1,5 +1,5 @@
 """Garbage collection of a store: `inventory` lists, `plan` decides (pure), `collect` deletes.
 
-`retention` has the user's rules. The formats describe how their objects refer to each other
-(`store.objects.records`); this package knows no format. May import `store` and below.
+The formats describe how their objects refer to each other (`store.objects.records`); this package
+knows no format. May import `store` and below.
 """

@@ -14,8 +14,7 @@ from msgspec import Struct
 
 from bootseer.errors import BootseerError, BusyError, NoSpaceError
 from bootseer.gc.inventory import Inventory, Object, read_each, take_inventory
-from bootseer.gc.plan import CollectionPlan, make_plan, stages
-from bootseer.gc.retention import Rules
+from bootseer.gc.plan import CollectionPlan, Rules, make_plan, stages
 from bootseer.store import FileInfo, Store
 from bootseer.store.objects.lease import LeaseRenewal
 

@@ -14,8 +14,7 @@ from bootseer.blob.keys import blob_key
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.gc.collect import collect
 from bootseer.gc.inventory import take_inventory
-from bootseer.gc.plan import make_plan
-from bootseer.gc.retention import Rules
+from bootseer.gc.plan import Rules, make_plan
 from bootseer.launch.formats import FORMATS
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue

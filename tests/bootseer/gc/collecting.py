@@ -8,8 +8,7 @@ from pathlib import Path
 from bootseer.base.content_digest import content_digest
 from bootseer.gc.collect import Collected, collect
 from bootseer.gc.inventory import take_inventory
-from bootseer.gc.plan import CollectionPlan, make_plan
-from bootseer.gc.retention import Rules
+from bootseer.gc.plan import CollectionPlan, Rules, make_plan
 from bootseer.launch.formats import FORMATS
 from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.bundle.format import decode_frame

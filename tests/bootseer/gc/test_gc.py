@@ -9,8 +9,7 @@ from msgspec.structs import replace
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.gc.inventory import take_inventory
-from bootseer.gc.plan import make_plan
-from bootseer.gc.retention import DAY_S, Rules
+from bootseer.gc.plan import DAY_S, Rules, make_plan
 from bootseer.launch.formats import FORMATS
 from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.index.catalogue import (

@@ -23,8 +23,7 @@ from bootseer.errors import (
 )
 from bootseer.gc.collect import collect
 from bootseer.gc.inventory import take_inventory
-from bootseer.gc.plan import make_plan
-from bootseer.gc.retention import Rules
+from bootseer.gc.plan import Rules, make_plan
 from bootseer.launch.formats import FORMATS
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.gc.inventory import Inventory, Object
-from bootseer.gc.plan import make_plan, stages
-from bootseer.gc.retention import DAY_S, Rules
+from bootseer.gc.plan import DAY_S, Rules, make_plan, stages
 from bootseer.store.objects.records import Links, ObjectFormat, RecordEntry
 from bootseer.store.objects.uses import use_key
 

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from bootseer.cli.command_tree import cli
 from bootseer.errors import CorruptError
-from bootseer.gc.retention import DAY_S, Rules
+from bootseer.gc.plan import DAY_S, Rules
 from bootseer.linux.processes import ProcessId
 from bootseer.profile.publish.duty import Schedule, TimelineDuty
 from bootseer.profile.publish.note import LauncherNote
