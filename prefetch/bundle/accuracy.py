@@ -6,8 +6,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from bootseer.blob.file_parts import FileParts
-from bootseer.blob.tree import Extent, Tree
+from bootseer.blob.tree import Extent, FileParts, Tree
 from bootseer.prefetch.bundle.format import SECTOR_BYTES, Bundle, sectors_of
 from bootseer.prefetch.bundle.hot_store import MERGED_TRACE_COUNT
 

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from msgspec import Struct
 
 from bootseer.base.documents import DocumentFormat, PathBytes
-from bootseer.blob.file_parts import FileParts
-from bootseer.blob.tree import Tree
+from bootseer.blob.tree import FileParts, Tree
 from bootseer.errors import InvalidInputError
 from bootseer.prefetch.record.file_rows import TracedFile
 from bootseer.prefetch.record.hotset import PAGE_BYTES, TOUCH_COUNT_MAX

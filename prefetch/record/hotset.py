@@ -15,8 +15,7 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from bootseer.base.documents import Count, DocumentFormat
-from bootseer.blob.file_parts import FileParts
-from bootseer.blob.tree import Tree
+from bootseer.blob.tree import FileParts, Tree
 from bootseer.prefetch.record.file_rows import (
     HEADER_BYTES_MAX,
     TracedFile,
