@@ -1,16 +1,167 @@
-"""Writer of the demo's image: an OCI layout of two zstd layers."""
+"""The demo's image: root file systems copied from this machine, and their OCI layout.
+
+Contents: the interpreter, its standard library and packages, a shell, and the shared libraries
+that they need.
+"""
 
 import hashlib
 import json
+import os
 import platform
+import shutil
+import stat
 import subprocess
-from collections.abc import Mapping
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import zstandard
 
-from bootseer.errors import BootseerError, from_oserror
+from bootseer.errors import BootseerError, UnsupportedError, from_oserror
+
+# Commands that a set-up line in the container may use.
+_COMMANDS = ("sh", "cat", "ls", "env")
+_EMPTY = ("proc", "sys", "dev", "tmp", "etc", "root", "run", "opt", "var/tmp", "usr/bin")
+# Large, and not needed by any program of the demo.
+_UNWANTED = shutil.ignore_patterns(
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "config-*", "idlelib"
+)
+_LDD_BATCH = 200
+_TIMEOUT_S = 60
+
+
+def _standard_library() -> Path:
+    return Path(sysconfig.get_paths(vars={"installed_base": sys.base_prefix})["stdlib"])
+
+
+def site_packages_in_image() -> Path:
+    """Return the folder in which the image's interpreter, the base one, looks for packages."""
+    program = "import site; print(site.getsitepackages()[0])"
+    interpreter = Path(sys.executable).resolve()
+    result = subprocess.run(
+        [interpreter, "-I", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    path = result.stdout.strip()
+    if result.returncode != 0 or not path.startswith("/"):
+        raise UnsupportedError(f"{interpreter} does not say where its packages are")
+    return Path(path)
+
+
+def installed_packages() -> list[Path]:
+    """Return the folders from which this interpreter imports installed packages."""
+    paths = sysconfig.get_paths()
+    folders = dict.fromkeys(Path(paths[name]).resolve() for name in ("purelib", "platlib"))
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _is_elf(path: Path) -> bool:
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return False
+        with path.open("rb") as file:
+            return file.read(4) == b"\x7fELF"
+    except OSError:
+        return False
+
+
+def shared_libraries(binaries: Iterable[Path]) -> Iterator[Path]:
+    """Yield the files of this host that the dynamic linker would load for `binaries`."""
+    pending = list(binaries)
+    environ = {**os.environ, "LC_ALL": "C"}
+    for begin in range(0, len(pending), _LDD_BATCH):
+        batch = [str(path) for path in pending[begin : begin + _LDD_BATCH]]
+        # ldd fails for a static binary among them; what it printed of the others still counts.
+        result = subprocess.run(
+            ["ldd", *batch],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            env=environ,
+            check=False,
+        )
+        for line in result.stdout.splitlines():
+            for word in line.split():
+                if word.startswith("/") and not word.endswith(":"):
+                    yield Path(word)
+
+
+def _copy(source: Path, root: Path) -> None:
+    target = root / source.relative_to("/")
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source.resolve(), target)
+
+
+def build_base(root: Path, packages: Sequence[Path] = ()) -> None:
+    """Copy the interpreter, its standard library and a few commands to `root`.
+
+    All libraries that they, and the modules in the folders `packages`, need are copied as well.
+    Raises: UnsupportedError if a tool is missing; NoSpaceError, and other errors of the disk.
+    """
+    if shutil.which("ldd") is None:
+        raise UnsupportedError("the demo's image needs `ldd`, which is part of every C library")
+    try:
+        for name in _EMPTY:
+            (root / name).mkdir(parents=True, exist_ok=True)
+        (root / "tmp").chmod(0o1777)
+        library = _standard_library()
+        target = root / library.relative_to("/")
+        shutil.copytree(library, target, symlinks=True, ignore=_UNWANTED, dirs_exist_ok=True)
+        interpreter = Path(sys.executable).resolve()
+        binaries = [interpreter, *target.glob("lib-dynload/*.so")]
+        _copy(interpreter, root)
+        for name in _COMMANDS:
+            command = shutil.which(name)
+            if command is not None:
+                _copy(Path(command), root)
+                binaries.append(Path(command))
+        modules = [path for folder in packages for path in folder.rglob("*.so*")]
+        inside = tuple(str(folder) for folder in packages)
+        for path in shared_libraries([*binaries, *filter(_is_elf, modules)]):
+            # Packages carry libraries of their own; those come with the packages.
+            if not str(path).startswith(inside) and path.exists():
+                _copy(path, root)
+        for link in ("usr/bin/python3", "bin/sh"):
+            path = root / link
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                path.symlink_to(interpreter if "python" in link else Path("/usr/bin/sh"))
+        (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    except OSError as error:
+        raise from_oserror(error, f"build the demo's root file system in {root}") from error
+
+
+def build_packages(root: Path) -> None:
+    """Copy every installed package to the folder of `root` where the image's interpreter looks.
+
+    Raises: NoSpaceError, and other errors of the disk.
+    """
+    target = root / site_packages_in_image().relative_to("/")
+    try:
+        for folder in installed_packages():
+            shutil.copytree(
+                folder,
+                target,
+                symlinks=True,
+                dirs_exist_ok=True,
+                # An editable install of Bootseer names a checkout that the image does not have.
+                ignore=shutil.ignore_patterns("__pycache__", "__editable__*", "bootseer*"),
+            )
+        ours = Path(__file__).resolve().parent.parent
+        shutil.copytree(
+            ours, target / "bootseer", ignore=shutil.ignore_patterns("__pycache__", "*.so")
+        )
+    except OSError as error:
+        raise from_oserror(error, f"copy the installed packages to {target}") from error
+
+
+# ---- OCI layout ---------------------------------------------------------------------------------
 
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _CONFIG = "application/vnd.oci.image.config.v1+json"
@@ -18,7 +169,7 @@ _LAYER = "application/vnd.oci.image.layer.v1.tar+zstd"
 # Names of machines in uname(2), and in OCI images (those of Go).
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _BLOCK_BYTES = 1 << 20
-_TIMEOUT_S = 300
+_TAR_TIMEOUT_S = 300
 
 
 def _add_bytes(layout: Path, data: bytes, media_type: str) -> dict[str, Any]:
@@ -44,7 +195,7 @@ def _add_layer(layout: Path, root: Path) -> tuple[dict[str, Any], str]:
             size += file.write(data)
             if not block:
                 break
-    if tar.wait(_TIMEOUT_S) != 0:
+    if tar.wait(_TAR_TIMEOUT_S) != 0:
         raise BootseerError(f"tar failed on {root}; is the disk full?")
     temporary.rename(layout / "blobs/sha256" / packed.hexdigest())
     descriptor = {"mediaType": _LAYER, "digest": f"sha256:{packed.hexdigest()}", "size": size}

@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 from msgspec import Struct
 
 from bootseer.base.documents import from_line
-from bootseer.demo import image, limited, root_file_system, wheels
+from bootseer.demo import image, limited, wheels
 from bootseer.demo.limited import read_account
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
 from bootseer.linux.mount_table import mount_points
@@ -128,8 +128,8 @@ class World:
         roots = [self.plan.folder / "root" / name for name in ("base", "packages")]
         for root in roots:
             root.mkdir(parents=True)
-        root_file_system.build_base(roots[0], root_file_system.installed_packages())
-        root_file_system.build_packages(roots[1])
+        image.build_base(roots[0], image.installed_packages())
+        image.build_packages(roots[1])
         # As in any image, a start reads only a small part.
         _write_random(roots[1] / "opt" / "unread.bin", self.plan.checkpoint_bytes // 8)
         environment = {"PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"}
@@ -198,7 +198,7 @@ class World:
         if not self.plan.with_image:
             # The image has this interpreter's packages; without one, the job finds them here.
             ours = Path(__file__).resolve().parents[2]
-            folders = [ours, *root_file_system.installed_packages()]
+            folders = [ours, *image.installed_packages()]
             environ["PYTHONPATH"] = os.pathsep.join(map(str, folders))
         return environ
 

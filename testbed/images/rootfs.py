@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bootseer.demo.root_file_system import build_base, shared_libraries
+from bootseer.demo.image import build_base, shared_libraries
 
 # Most of the standard library is removed: each test that starts an image on a fresh node reads all
 # of it.
