@@ -6,5 +6,5 @@ Public: `operations.Operations` (the interface of a file system), `options.Mount
 process that is replaced when it dies.
 
 Inside: `wire` (bytes), `connection` (negotiation), `mount`, `dispatch` and `backing` (requests to
-calls), `request_buffer` and `session` (threads). May import `linux`, `base` and `errors`.
+calls), `session` (threads). May import `linux`, `base` and `errors`.
 """

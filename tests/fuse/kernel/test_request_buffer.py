@@ -5,7 +5,7 @@ import os
 import pytest
 
 from bootseer.fuse.kernel import wire
-from bootseer.fuse.kernel.request_buffer import RequestBuffer
+from bootseer.fuse.kernel.session import RequestBuffer
 
 MAX_WRITE_BYTES = 2**18
 
