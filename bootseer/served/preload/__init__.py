@@ -1,7 +1,7 @@
 """Preloading: Python workers are forked from a process that has done their imports already.
 
 `launching` begins that process, the preloader, for a program that `programs` recognises. The
-preloader runs as the job's own interpreter (`server`, `importing`, `checks`, `requests`). `shim` is
+preloader runs as the job's own interpreter (`server`, `importing`, `checks`). `shim` is
 the program that a launcher such as torchrun starts in place of the interpreter, or that is started
 in place of the launcher; `worker` and `guard` run in the forked processes; `preloaded` gives them
 the modules; `record` writes the list of modules for the next start. All but `launching` and

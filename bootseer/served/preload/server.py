@@ -7,6 +7,7 @@ last process that uses it (`served.users`), or is killed. Standard library alone
 
 import contextlib
 import json
+import marshal
 import os
 import select
 import signal
@@ -16,12 +17,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bootseer.served.preload import SERVER_VARIABLE
+from bootseer.served.preload import SERVER_VARIABLE, is_worker_variable
 from bootseer.served.preload.checks import PreloadRefused
 from bootseer.served.preload.importing import ModuleRefused, preload
-from bootseer.served.preload.preloaded import Preloaded
+from bootseer.served.preload.preloaded import NATIVE, Preloaded
 from bootseer.served.preload.record import replace_document
-from bootseer.served.preload.requests import differing_attribute, differing_variable, receive
 from bootseer.served.preload.shim import inherited_attributes
 from bootseer.served.preload.worker import (
     fork_worker,
@@ -258,7 +258,7 @@ class _PreloadServer:
                 connection.settimeout(_ANSWER_S)
                 if peer_credentials(connection)[1] != os.geteuid():
                     return False
-                request, descriptors = receive(connection)
+                request, descriptors = _receive(connection)
                 if "status" in request:
                     connection.sendall(self._status())
                     return False
@@ -285,13 +285,13 @@ class _PreloadServer:
         words = self._plan["program"]["words"]
         ours = {n: v for n, v in self._began.items() if n != SERVER_VARIABLE.encode()}
         return (
-            differing_attribute(self._attributes["fixed"], request["fixed"])
+            _differing_attribute(self._attributes["fixed"], request["fixed"])
             or (
                 ""
                 if request["words"][: len(words)] == words
                 else "another program was started last"
             )
-            or differing_variable(
+            or _differing_variable(
                 ours, request["environment"], self._variables_read, program["varying"]
             )
         )
@@ -344,3 +344,60 @@ def _open_process(pid: int, started: str) -> int:
             return descriptor
     os.close(descriptor)
     return -1
+
+
+# ---- requests -----------------------------------------------------------------------------------
+
+_REQUEST_BYTES_MAX = 1 << 24
+
+
+def _differing_attribute(own: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """Return why a process with these attributes cannot be a fork; empty if it can. Pure."""
+    for what, value in asked.items():
+        if own.get(what) != value:
+            return f"its {what} differs from the preloader's"
+    return ""
+
+
+def _differing_variable(
+    own: Mapping[bytes, bytes],
+    asked: Mapping[bytes, bytes],
+    variables_read: Collection[str],
+    varying: Collection[str],
+) -> str:
+    """Return why a process with the variables `asked` cannot be a fork; empty if it can. Pure.
+
+    `variables_read` are those that an import has read; `varying` differ from start to start.
+    """
+    for raw in sorted({*own, *asked}):
+        if own.get(raw) == asked.get(raw):
+            continue
+        name = os.fsdecode(raw)
+        if name in variables_read:
+            return f"the variable {name} differs, which was read by an import"
+        if name.startswith(NATIVE) or not (is_worker_variable(name) or name in varying):
+            return f"the variable {name} differs"
+    return ""
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return a request and its descriptors. Raises: OSError, ValueError, EOFError if malformed."""
+    data, descriptors, _, _ = socket.recv_fds(connection, 8, 256)
+    try:
+        size = int.from_bytes(data, "big")
+        if len(data) != 8 or size > _REQUEST_BYTES_MAX or not descriptors:
+            raise ValueError("the request has an unknown format")
+        text = b""
+        while len(text) < size:
+            piece = connection.recv(min(size - len(text), 1 << 20))
+            if not piece:
+                raise EOFError("the connection was closed")
+            text += piece
+        request = marshal.loads(text)
+        if len(request["descriptors"]) + 1 != len(descriptors):
+            raise ValueError("descriptors are missing")
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    return request, descriptors
