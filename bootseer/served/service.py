@@ -200,7 +200,7 @@ def read_state(directory: Path) -> ServiceState | None:
 # ---- the services of a node -------------------------------------------------------------------
 
 
-class Phase(Enum):
+class ServicePhase(Enum):
     """Phase of a service, as its lock and its users say. It is stored nowhere."""
 
     SERVING = "serving"
@@ -222,11 +222,11 @@ class Service(NamedTuple):
         return is_alive(self.folder)
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> ServicePhase:
         """Phase of the service now."""
         if not self.is_alive:
-            return Phase.DEAD
-        return Phase.LINGERING if is_lingering(self.folder) else Phase.SERVING
+            return ServicePhase.DEAD
+        return ServicePhase.LINGERING if is_lingering(self.folder) else ServicePhase.SERVING
 
     def users(self) -> set[int]:
         """Return the pids of the living processes that use the service."""
@@ -284,7 +284,7 @@ def is_lingering(folder: Path) -> bool:
 def lingering_services(run_dir: Path, purpose: str, job: str = "") -> Iterator[Service]:
     """Yield each lingering service with this purpose, and for `job` if given."""
     for service in services(run_dir, lambda state: state.purpose == purpose):
-        if service.phase is Phase.LINGERING:
+        if service.phase is ServicePhase.LINGERING:
             users = service.users()
             if not job or any(
                 one.state.pid in users and one.state.reference == job for one in attendants(run_dir)

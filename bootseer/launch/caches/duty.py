@@ -131,7 +131,7 @@ class CachesDuty:
         from bootseer.launch.caches.publishing import (
             NOTHING_NEW,
             PUBLISHED,
-            StartFacts,
+            PublishingStart,
             publish_quietly,
         )
         from bootseer.store import open_own_store
@@ -140,7 +140,7 @@ class CachesDuty:
         with stage(STAGE) as span, open_own_store(self._settings) as store:
             done = []
             for kept in todo:
-                facts = StartFacts(self._begun_ns, self._read_until_ns, kept.is_damaged)
+                facts = PublishingStart(self._begun_ns, self._read_until_ns, kept.is_damaged)
                 done.append(
                     publish_quietly(self._settings, store, kept.cache, facts, wait_s=_WAIT_S)
                 )

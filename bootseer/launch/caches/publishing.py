@@ -42,8 +42,8 @@ class PublishResult(Struct, frozen=True):
     index: str = ""
 
 
-class StartFacts(Struct, frozen=True):
-    """Facts about the start whose caches are published."""
+class PublishingStart(Struct, frozen=True):
+    """Start whose caches are published."""
 
     begun_ns: int
     """Begin of the start; in a folder that others use, too, older files are left out."""
@@ -54,7 +54,7 @@ class StartFacts(Struct, frozen=True):
 
 
 def publish(
-    settings: Settings, store: Store, cache: Cache, facts: StartFacts, *, wait_s: float
+    settings: Settings, store: Store, cache: Cache, start: PublishingStart, *, wait_s: float
 ) -> PublishResult:
     """Publish new files in the cache's folder; wait for other publishers at most `wait_s`.
 
@@ -64,10 +64,10 @@ def publish(
     deadline_s = time.monotonic() + wait_s
     watch = LeaseWatch()
     while True:
-        found, replace = _newest(store, cache, facts)
+        found, replace = _newest(store, cache, start)
         there = _sizes(store, found)
-        contents = _candidates(settings, cache, facts, there)
-        new = _new_paths(contents, there, found, facts)
+        contents = _candidates(settings, cache, start, there)
+        new = _new_paths(contents, there, found, start)
         if not new:
             return PublishResult(NOTHING_NEW, index=found[1].index.digest if found else "")
         key = catalogue.lease_key(cache.key)
@@ -75,11 +75,11 @@ def publish(
         if lease is not None:
             with LeaseRenewal(lease, LEASE_S):
                 # Another node may have published before this one got the lease.
-                again, replace = _newest(store, cache, facts)
+                again, replace = _newest(store, cache, start)
                 if _created_ns(again) != _created_ns(found):
                     continue
                 count = len(new)
-                target = _publish(settings, store, cache, facts, again, replace=replace)
+                target = _publish(settings, store, cache, start, again, replace=replace)
                 stored = target.blob.size_bytes + target.index.size_bytes
                 return PublishResult(PUBLISHED, count, stored, target.index.digest)
         if time.monotonic() > deadline_s:
@@ -91,14 +91,14 @@ def publish(
 _Generation = tuple[Manifest, Target]
 
 
-def _newest(store: Store, cache: Cache, facts: StartFacts) -> tuple[_Generation | None, bool]:
+def _newest(store: Store, cache: Cache, start: PublishingStart) -> tuple[_Generation | None, bool]:
     """Return the newest generation, and whether there is a damaged one in its place."""
     try:
         found = generation(store, cache.key)
     except CorruptError as error:
         _log.warning("%s; it is replaced", error)
         return None, True
-    if found and facts.is_damaged and _created_ns(found) < facts.begun_ns:
+    if found and start.is_damaged and _created_ns(found) < start.begun_ns:
         return None, True
     return found, False
 
@@ -108,12 +108,12 @@ def _created_ns(found: _Generation | None) -> int:
 
 
 def _candidates(
-    settings: Settings, cache: Cache, facts: StartFacts, there: dict[bytes, int]
+    settings: Settings, cache: Cache, start: PublishingStart, there: dict[bytes, int]
 ) -> Contents:
     """Return the files for the next generation: those of the key, within the size limit."""
-    contents = read_contents(cache.folder, read_ns=(facts.begun_ns, facts.read_until_ns))
+    contents = read_contents(cache.folder, read_ns=(start.begun_ns, start.read_until_ns))
     if not cache.is_ours:
-        contents = only(contents, of_start(contents.files, there, facts.begun_ns))
+        contents = only(contents, of_start(contents.files, there, start.begun_ns))
     return only(contents, within(contents.files, settings.keep_limit_bytes))
 
 
@@ -128,10 +128,10 @@ def _sizes(store: Store, found: _Generation | None) -> dict[bytes, int]:
 
 
 def _new_paths(
-    contents: Contents, there: dict[bytes, int], found: _Generation | None, facts: StartFacts
+    contents: Contents, there: dict[bytes, int], found: _Generation | None, start: PublishingStart
 ) -> set[bytes]:
     # A generation made since this start began is by another of its nodes, and just as good.
-    with_changed = _created_ns(found) < facts.begun_ns
+    with_changed = _created_ns(found) < start.begun_ns
     units = new_units(contents.files, there, with_changed=with_changed)
     return {path for paths in units.values() for path in paths}
 
@@ -140,7 +140,7 @@ def _publish(
     settings: Settings,
     store: Store,
     cache: Cache,
-    facts: StartFacts,
+    start: PublishingStart,
     found: _Generation | None,
     *,
     replace: bool,
@@ -155,7 +155,7 @@ def _publish(
     there = _sizes(store, found) if base else {}
     for attempt in range(_ATTEMPTS):
         try:
-            contents = _candidates(settings, cache, facts, there)
+            contents = _candidates(settings, cache, start, there)
             change = Change(cache.target, cache.folder, {}, contents.scanned)
             target = capture(store, settings.cache_dir, change, base=base, replace=replace)
             break
@@ -169,11 +169,11 @@ def _publish(
 
 
 def publish_quietly(
-    settings: Settings, store: Store, cache: Cache, facts: StartFacts, *, wait_s: float
+    settings: Settings, store: Store, cache: Cache, start: PublishingStart, *, wait_s: float
 ) -> PublishResult:
     """Call `publish`, and turn a failure into one line in the log."""
     try:
-        return publish(settings, store, cache, facts, wait_s=wait_s)
+        return publish(settings, store, cache, start, wait_s=wait_s)
     except (BootseerError, OSError) as error:
         _log.warning("the cache %s is not published: %s", cache.name, error)
         return PublishResult(f"failed: {error}")

@@ -36,7 +36,7 @@ from bootseer.linux.namespaces import mount_namespace
 from bootseer.served.ending import end_process, give_up, kill_silent
 from bootseer.served.processes import CHECKPOINTS, start
 from bootseer.served.service import (
-    Phase,
+    ServicePhase,
     find_checkpoints,
     log_path,
     new_service_dir,
@@ -173,7 +173,7 @@ def take_over(spec: MountSpec, fanout: bytes = b"") -> str:
     if find_mount(Path(spec.directory)) is None:
         return ""
     known = find_checkpoints(Path(spec.run_dir), Path(spec.directory))
-    if known is None or known.phase is not Phase.LINGERING:
+    if known is None or known.phase is not ServicePhase.LINGERING:
         return ""
     if known.state.fingerprint == spec.fingerprint:
         try:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from bootseer.launch.caches.finding import Cache
-from bootseer.launch.caches.publishing import PublishResult, StartFacts, publish
+from bootseer.launch.caches.publishing import PublishingStart, PublishResult, publish
 from bootseer.launch.caches.records import RestoreResult
 from bootseer.launch.caches.restoring import restore
 from bootseer.settings.config import Settings, load_settings
@@ -68,6 +68,6 @@ class CachingNode:
             return restore(self.settings, store, self.cache)
 
     def publish(self, *, is_damaged: bool = False) -> PublishResult:
-        facts = StartFacts(self.begun_ns, is_damaged=is_damaged)
+        facts = PublishingStart(self.begun_ns, is_damaged=is_damaged)
         with open_own_store(self.settings) as store:
             return publish(self.settings, store, self.cache, facts, wait_s=30)
