@@ -1,13 +1,13 @@
-"""Capture of a set-up's result: packed into a blob and published.
+"""Capture of a set-up's result: its changes are packed into a blob and published.
 
-`capture` packs the difference between two scans of a target. Nothing is visible before the
-manifest, which is published last; an interrupted capture leaves unnamed temporary files, which go
-with the process, and blobs that no manifest names.
+`capture` packs the difference between two scans of a target. The manifest is published last, and
+nothing is visible before. An interrupted capture leaves blobs that no manifest names; its temporary
+files have no name and end with the process.
 
 `look_outside` and `OutsideLayers` name files outside of the targets that changed while the set-up
-ran, as a hint for people. On a host that is a bounded look at the usual places: the kernel sets a
-file's ctime at every change, and nobody can set it back. In a container the upper layer of its root
-tells.
+ran, as a hint for people. On a host, the usual places are searched for a bounded time by ctime,
+which the kernel sets at every change and nobody can set back. In a container, the upper layer of
+its root lists all changes.
 """
 
 import logging
@@ -52,15 +52,15 @@ logger = logging.getLogger(__name__)
 
 
 class Change(Struct, frozen=True):
-    """A target before and after the set-up."""
+    """Target before and after the set-up."""
 
     path: bytes
-    """Absolute, as the job sees it."""
+    """Absolute path inside the job's root."""
     host: Path
     before: Scan
     after: Scan
     identities: Mapping[bytes, tuple[int, int]] = field(default_factory=dict)
-    """See `pack_directory`."""
+    """Identities of hard-linked files; see `pack_directory`."""
 
 
 def capture(
@@ -72,10 +72,10 @@ def capture(
     rule: Rule = RULE,
     replace: bool = False,
 ) -> Target:
-    """Pack one target's difference into the store. Not visible as a snapshot yet.
+    """Store one target's difference, not visible as a snapshot yet; return its manifest entry.
 
-    `base`: an earlier snapshot of the same directory; what its blobs have is not stored again,
-    where that pays by `rule`. Raises: BusyError where something still writes to the target;
+    `base`: target of an earlier snapshot of the same directory; content of its blobs is not stored
+    again if that pays by `rule`. Raises: BusyError if something still writes to the target;
     NoSpaceError; UnavailableError.
     """
     difference = diff(change.before, change.after)
@@ -85,7 +85,7 @@ def capture(
         others = find_others(store, base, change.host, change.after, paths, rule)
     try:
         folder = private_directory(cache_dir / "snapshots")
-        # Without a name: it goes with the process, however that ends.
+        # The file has no name, so it ends with the process.
         with tempfile.TemporaryFile(dir=folder) as file:
             tree, blob = _pack(change, paths, cast(BinaryIO, file), others)
             if inodes := privileged(tree):
@@ -117,7 +117,7 @@ def make_target(
     whole: bool,
     deletions: tuple[bytes, ...],
 ) -> Target:
-    """Return the manifest's entry for a tree that is stored as `blob` and, encoded, as `stored`."""
+    """Return the manifest entry of a tree with its content in `blob`, encoded as `stored`."""
     return Target(
         path=path,
         whole=whole,
@@ -135,7 +135,7 @@ def make_target(
 
 
 def is_device(change: Change, path: bytes) -> bool:
-    """Extractions refuse devices: one of them would make the whole snapshot useless."""
+    """Return whether a name is a device node, with a warning: extractions refuse device nodes."""
     mode = change.after[path].mode
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
         logger.warning("the device node %s is left out", text_of(change.path + b"/" + path))
@@ -174,7 +174,7 @@ def make_manifest(
     name: str = "",
     outside: Outside = NOTHING_OUTSIDE,
 ) -> Manifest:
-    """The manifest of captured targets."""
+    """Return the manifest of captured targets."""
     shown = tuple(redact(path) for path in outside.paths[:OUTSIDE_PATHS_MAX])
     return Manifest(
         fingerprint=fingerprint(parts),
@@ -205,14 +205,14 @@ def capture_directories(
     return manifest
 
 
-# The clock that file times are taken from, some milliseconds behind the other (linux/time.h).
+# Clock of file times, which is some milliseconds behind CLOCK_REALTIME (linux/time.h).
 _CLOCK_REALTIME_COARSE = 5
 _LOOK_S = 1.5
 _LOOK_SHORT_S = 0.1
-# Only where something was found.
+# Limit for finding the processes that have changed files open.
 _OPEN_LOOK_S = 0.3
 NAMES_MAX = 200_000
-# The likeliest first: what comes after the bounds are reached is not looked at.
+# Likely places first, since the search may reach its bounds.
 _SYSTEM = (
     "/usr/local",
     "/etc",
@@ -239,7 +239,7 @@ _IGNORED_PATHS = ("/etc/mtab", "/etc/ld.so.cache", "/usr/share/man", "/usr/share
 
 
 def now_ns() -> int:
-    """The time that a change now would get."""
+    """Return the time that the kernel would give to a change now."""
     return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
 
 
@@ -263,7 +263,7 @@ def _own_places(settings: Settings) -> list[Path]:
 
 
 def caches(environ: Mapping[str, str], directory: str) -> list[Path]:
-    """Returns the folders in which the tools were told to keep their caches."""
+    """Return the cache folders that the variables of pip, uv, conda and others name."""
     places = [environ.get(name, "") for name in _CACHE_VARIABLES]
     return [Path(directory, place) for place in places if place]
 
@@ -304,7 +304,7 @@ def changed_since(
             if path in skipped:
                 continue
             if stat.S_ISDIR(info.st_mode):
-                # Its own times move with its entries, which are looked at.
+                # The times of a directory change with its entries, which are looked at.
                 if info.st_dev == own[0]:
                     stack.append(path)
             elif (
@@ -331,7 +331,7 @@ def _is_job_output(name: str, job_id: str) -> bool:
 
 
 def _not_open(paths: Sequence[str]) -> tuple[str, ...]:
-    """The paths that no process has open to write, as far as we may see that. Sorted."""
+    """Return the paths, sorted, without those that a visible process has open for writing."""
     left = set(paths)
     end = time.monotonic() + _OPEN_LOOK_S
     for folder in _process_folders() if left else ():
@@ -399,16 +399,19 @@ def look_outside(
 _TEMPORARY = (b"/tmp", b"/var/tmp", b"/run", b"/var/run")
 _IGNORED = {os.fsencode(name) for name in _IGNORED_NAMES}
 _Writings = Mapping[bytes, Written]
-"""What is in the upper layer, by its path below the root."""
+"""Entries of the upper layer by path below the root."""
 
 
 class OutsideLayers:
-    """Made before the command is run."""
+    """Changes outside the targets in a container, since the construction of this object."""
 
     def __init__(
         self, layers: Layers, environ: Mapping[str, str], directory: str, targets: Iterable[Path]
     ) -> None:
-        """`targets` as they lie on this host; the rest as the command sees it."""
+        """Note the present contents of the upper layer.
+
+        `targets` are paths of this host; `directory` is a path inside the root.
+        """
         self._layers = layers
         self._ignored = {*_TEMPORARY, *map(os.fsencode, _IGNORED_PATHS)}
         for place in caches(environ, directory):
@@ -421,7 +424,7 @@ class OutsideLayers:
         self._before, self._is_whole = self._written()
 
     def changed(self) -> Outside:
-        """Return the changes since. Never raises: unreadable directories are left out."""
+        """Return the changes since then. Never raises: unreadable directories are left out."""
         if not self._is_whole:
             return Outside(is_complete=False)
         after, is_whole = self._written()
@@ -464,7 +467,7 @@ def _changed_paths(
     `after` holds everything.
     """
     found = []
-    # Below these nothing of the lower layer shows.
+    # Directories that hide the lower layer.
     replaced: set[bytes] = set()
     for path, now in after.items():
         is_hidden = path.rpartition(b"/")[0] in replaced
@@ -486,7 +489,7 @@ def _is_news(now: Written, then: Written | None, lower: os.stat_result | None) -
     if then is not None and then != WHITEOUT:
         return now[:4] != then[:4]
     if lower is None or then is not None:
-        # What is in it tells.
+        # Its entries are named.
         return now.is_empty
     return (
         now.is_opaque

@@ -72,17 +72,17 @@ _NAME_FORM: DocumentFormat[_Name] = DocumentFormat(
 
 
 def manifest_key(fingerprint: str) -> str:
-    """The key of a snapshot's manifest."""
+    """Return the store key of a snapshot's manifest."""
     return f"{FOLDER}{fingerprint}.json"
 
 
 def lease_key(fingerprint: str) -> str:
-    """The key of the lease of the node that makes a snapshot."""
+    """Return the store key of the lease of the node that makes a snapshot."""
     return f"leases/snapshots/{fingerprint}"
 
 
 def load(store: ReadableStore, fingerprint: str) -> Manifest | None:
-    """The snapshot with exactly this key, or None.
+    """Return the snapshot with exactly this key, or None.
 
     Raises: CorruptError, UnknownFormatError, UnavailableError, DeadlineError.
     """
@@ -95,14 +95,14 @@ def load(store: ReadableStore, fingerprint: str) -> Manifest | None:
 
 
 def exists(store: Store, fingerprint: str) -> bool:
-    """Whether the snapshot is there, without reading it."""
+    """Return whether the snapshot is in the store, without reading it."""
     return store.exists(manifest_key(fingerprint))
 
 
 def find(store: Store, text: str) -> Manifest:
-    """The snapshot with this key, beginning of a key (4 digits or more) or name.
+    """Return the snapshot with this key, beginning of a key (4 digits or more) or name.
 
-    Raises: NotFoundError; InvalidInputError where several keys begin so.
+    Raises: NotFoundError; InvalidInputError if several keys begin with `text`.
     """
     manifest = load(store, fingerprint_of(store, text))
     if manifest is None:
@@ -115,7 +115,7 @@ def _no_snapshot(store: Store, text: str) -> NotFoundError:
 
 
 def fingerprint_of(store: Store, text: str) -> str:
-    """The key that `find` would load. Raises: as `find`."""
+    """Return the key of the snapshot that `find` returns. Raises: as `find`."""
     key = text
     if is_name(text):
         named = _read_name(store, text)
@@ -137,14 +137,14 @@ def fingerprint_of(store: Store, text: str) -> str:
 
 
 def fingerprints(store: Store, prefix: str = "") -> Iterator[str]:
-    """The keys of all snapshots, readable or not, that begin with `prefix`, sorted."""
+    """Yield the keys of all snapshots, readable or not, that begin with `prefix`, sorted."""
     for info in store.list(FOLDER + prefix):
         if match := _MANIFEST_KEY.fullmatch(info.path):
             yield match[1]
 
 
 def list_all(store: Store) -> Iterator[Manifest]:
-    """Every snapshot that can be read, newest first; damaged ones are logged and left out."""
+    """Yield the snapshots that can be read, newest first; damaged ones are logged and left out."""
     return _read_all(store, fingerprints(store))
 
 
@@ -188,7 +188,7 @@ def _read_name(store: Store, name: str) -> str | None:
 
 
 def read_pointer(store: Store, key: str) -> str:
-    """The fingerprint that the name at `key` stands for.
+    """Return the key of the snapshot that has the name stored at `key`.
 
     Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError.
     """
@@ -205,8 +205,7 @@ def publish_target(
 ) -> None:
     """Store a target's blob and its encoded tree.
 
-    What is there already, by digest, is not sent again; with `replace` it is: a reader found it
-    damaged.
+    Objects that exist are not sent again, unless `replace`: then a reader found them damaged.
     """
     for key, size_bytes, content in (
         (blob_key(blob.digest), blob.size_bytes, data),
@@ -229,7 +228,7 @@ def _is_other(store: Store, key: str, size_bytes: int) -> bool:
 
 
 class _Pieces:
-    """The content of a file, each time from its beginning, with a progress bar."""
+    """Content of a file in pieces, with a progress bar; may be iterated several times."""
 
     def __init__(self, path: Path, progress: ProgressBar) -> None:
         self._path = path
@@ -248,13 +247,13 @@ class _Pieces:
 def publish(store: Store, manifest: Manifest, *, replace: bool = False) -> bool:
     """Make the snapshot visible; everything that it names is in the store already.
 
-    False: another node published this key first, and its snapshot stays. Raises: BusyError where
-    a garbage collector has taken something of it at the same moment; it is not visible then.
+    Return False if another node published this key first; its snapshot stays. Raises: BusyError if
+    a garbage collector deleted an object of the snapshot meanwhile; it is not visible then.
     """
     key = manifest_key(manifest.fingerprint)
     done = store.publish(key, encode(manifest), replace=replace)
-    # What lay there unneeded was not sent again. A collector looks at the manifests right before
-    # it deletes, and we after we published, so one of both notices.
+    # Objects that existed were not sent again. A collector reads the manifests right before it
+    # deletes, and we look for the objects after publishing, so one of both notices.
     for target in manifest.targets:
         blobs = (blob_key(blob.digest) for blob in target.blobs)
         for needed in (*blobs, index_key(target.index.digest)):
@@ -269,7 +268,7 @@ def publish(store: Store, manifest: Manifest, *, replace: bool = False) -> bool:
 
 
 def _tell_moved(store: Store, manifest: Manifest) -> None:
-    """Say so where a name stands for another snapshot until now."""
+    """Warn if the name stands for another snapshot until now."""
     try:
         before = _read_name(store, manifest.name)
     except CorruptError:
@@ -289,9 +288,9 @@ def note_used(store: Store, manifest: Manifest) -> None:
 
 
 def find_cut_blob(store: Store, target: Target) -> Stored | None:
-    """The first of the blobs that a target is read from which does not have its size in the store.
+    """Return the first blob of a target whose stored size is wrong, or None.
 
-    Raises: NotFoundError where one is missing; UnavailableError.
+    Raises: NotFoundError if a blob is missing; UnavailableError.
     """
     for blob in target.blobs:
         if store.size(blob_key(blob.digest)) != blob.size_bytes:
@@ -300,7 +299,7 @@ def find_cut_blob(store: Store, target: Target) -> Stored | None:
 
 
 def load_tree(store: Store, target: Target) -> Tree:
-    """Return a target's tree, to look at; `admit_tree` gives the tree that a restore may use.
+    """Return a target's tree for reading; `admit_tree` returns the tree that a restore may use.
 
     Raises: as `read_encoded_tree`.
     """
@@ -362,7 +361,7 @@ def admit_tree(target: Target, data: bytes, *, privileges: bool) -> Tree:
     where = text_of(target.path)
     if any(name.name.startswith(STAGING_PREFIX) for name in tree.children(0)):
         raise CorruptError(f"the snapshot of {where} holds a reserved name")
-    # Of many thousands of inodes there are few modes; to find these takes the time.
+    # Thousands of inodes have few different modes.
     modes = set(tree.columns.mode)
     kinds = {stat.S_IFMT(mode) for mode in modes}
     if kinds & {stat.S_IFCHR, stat.S_IFBLK}:
@@ -379,7 +378,7 @@ def admit_tree(target: Target, data: bytes, *, privileges: bool) -> Tree:
 
 
 def privileged(tree: Tree) -> set[int]:
-    """The inodes of the tree's files that have such a bit or capability."""
+    """Return the inodes of files with a set-user-ID or set-group-ID bit or a capability."""
     return _privileged(tree, set(tree.columns.mode))
 
 

@@ -27,17 +27,17 @@ class Difference(Struct, frozen=True):
 
     part: str
     stored: str | None
-    """Its value in the stored snapshot; None where that has no such part."""
+    """Value in the stored snapshot; None if it has no such part."""
     now: str | None
     note: str
-    """What that means, in plain words, or empty."""
+    """Meaning of the difference in words; may be empty."""
 
 
 def compare_parts(stored: Iterable[Part], now: Iterable[Part]) -> tuple[Difference, ...]:
     """Return the parts that differ, sorted by name. Pure.
 
-    The part of the secrets is salted with the others, but those of what was in the targets. So it
-    is among the differences only where these are equal, or one side has no such part.
+    The part of the secrets is salted with all other parts except the former contents of the
+    targets. So it is listed only if those other parts are equal, or one side has no such part.
     """
     before = {part.name: part.value for part in stored}
     after = {part.name: part.value for part in now}
@@ -102,16 +102,16 @@ def in_words(differences: Sequence[Difference]) -> str:
 
 
 class PackageChange(Struct, frozen=True):
-    """A package that is not the same in both."""
+    """Package whose version differs, or that only one side has."""
 
     package: Package
     before: str | None
-    """Its version, or versions where there are several environments; None: it is not there."""
+    """Version; several, if there are several environments; None if the package is missing."""
     after: str | None
 
 
 def _packages_in(trees: "Iterable[Tree]") -> dict[Package, str]:
-    """The versions of all packages in some trees; several of one package are joined by ", "."""
+    """Return the version of each package in the trees; several versions are joined by ", "."""
     found: dict[Package, set[str]] = {}
     for tree in trees:
         for path, number in tree.walk():
@@ -137,26 +137,26 @@ ADDED, REMOVED, CHANGED = "added", "removed", "changed"
 
 
 class View(Struct, frozen=True):
-    """Directories, each as a tree."""
+    """Contents of directories, each as a tree."""
 
     trees: Mapping[bytes, Tree]
     """The trees of the targets by absolute path."""
     deletions: frozenset[bytes] = frozenset()
     """Absolute paths that a set-up removed."""
     partial: frozenset[bytes] = frozenset()
-    """Targets of which only a difference is known: what they lack may be there all the same, as
-    far as a view that has everything is concerned."""
+    """Targets of which only a difference is known: a name that is missing in their tree may exist
+    nevertheless."""
 
 
 class FileChange(Struct, frozen=True):
-    """A name that is not the same in both."""
+    """Name that differs, or that only one side has."""
 
     path: bytes
     """Absolute."""
     kind: str
     """ADDED, REMOVED or CHANGED."""
     what: tuple[str, ...] = ()
-    """What differs where something CHANGED: content, kind, mode, owner, target (of a link),
+    """Differing attributes of a CHANGED name: content, kind, mode, owner, target (of a link),
     attributes, deletion."""
     before_bytes: int = 0
     after_bytes: int = 0
@@ -175,7 +175,7 @@ class Comparison(Struct, frozen=True):
 
 
 def snapshot_view(store: Store, manifest: Manifest) -> View:
-    """A snapshot. Raises: as `catalogue.load_tree`."""
+    """Return the view of a snapshot. Raises: as `catalogue.load_tree`."""
     return View(
         {target.path: load_tree(store, target) for target in manifest.targets},
         frozenset(
@@ -220,7 +220,7 @@ def compare(before: View, after: View) -> Comparison:
     changes = []
     for path in sorted({*then, *now}):
         if then.get(path, now.get(path)) is None and (path in now) != (path in then):
-            # Removed by the one's set-up: the same as not being there at all, if that is known.
+            # A path that a set-up removed equals a missing one, if all of the target is known.
             if _is_below(path, before.partial & after.partial):
                 changes.append(FileChange(path, CHANGED, ("deletion",)))
         elif path not in now:

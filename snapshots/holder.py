@@ -1,7 +1,7 @@
 """Process behind a linked snapshot or a job's own view, started by `mounted.hold`.
 
-It keeps the node's extracted tree, if there is one, for as long as an overlay shows it, and removes
-what was written when the overlay is gone.
+The process holds the node's extracted tree, if there is one, while an overlay shows it. When the
+overlay is gone, it removes the files that were written.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ class HolderPlan(Struct, frozen=True):
     state: ServiceState
     state_dir: Path
     launcher: ProcessId
-    """The process that makes the overlay."""
+    """Process that mounts the overlay."""
 
 
 def _hold(line: bytes, report: Report) -> None:
     plan = from_line(line, HolderPlan)
-    # As an exception it cleans up.
+    # SystemExit runs the clean-up of the `with` statement.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        # Before it hears that we are ready: it may have finished and be gone a moment later.
+        # Before the report: the launcher may end right after it.
         launcher = plan.launcher.open()
     except OSError as error:
         raise from_oserror(error, f"watch process {plan.launcher.pid}") from error
@@ -50,7 +50,7 @@ def _hold(line: bytes, report: Report) -> None:
 
 
 def main() -> int:
-    """The exit code: 0 after the overlay is off."""
+    """Hold until the overlay is unmounted; return the exit code."""
     return serve(HOLDER, _hold)
 
 

@@ -28,25 +28,25 @@ from bootseer.snapshots.key_parts import Part
 from bootseer.snapshots.shell import COMPUTED, SHELLS, as_text, base_name, filled, has_marks
 from bootseer.snapshots.shown import shown_values
 
-# The limits for files that were not declared: a word of the command may happen to name a data set.
+# Limits for files that were not declared: a word of the command may happen to name a data set.
 _GUESSED_BYTES_MAX = 256 * 1024 * 1024
-# Of a word of which nobody knows whether it is read. The key is open then, mostly.
+# Limit for a file that a word names and the command may not read.
 _WORD_BYTES_MAX = 16 * 1024 * 1024
 _GUESSED_FILES_MAX = 20_000
 _GUESSED_NAMES_MAX = 200_000
 _READ_BYTES = 1024 * 1024
-# A wheel ends with its directory, and that with the checksum of RECORD, which has the digests of
-# all files in it; a tar.gz ends with its own. Nobody reads gigabytes of wheels at every start.
+# The end of a wheel has the checksum of RECORD, which has the digests of all its files; a tar.gz
+# ends with its own checksum. Reading gigabytes of wheels at every start would take too long.
 _END_BYTES = 16 * 1024
-# Of a folder of wheels, so many ends are read, and so many names counted.
+# Limits for a folder of wheels: ends that are read, and names that count.
 _WHEELS_READ_MAX = 4096
 _WHEELS_NAMED_MAX = 100_000
-# On a share each wheel costs a question or three; threads ask them side by side.
+# On a network file system each wheel costs one to three round trips, so threads look at them.
 _THREADS_MAX = 16
 _THREADS_FROM = 64
-# In a source tree these change by themselves.
+# Names in source trees that tools change by themselves.
 _IGNORED = {".git", "__pycache__", ".venv", ".tox", ".mypy_cache", ".ruff_cache"}
-# What installing a project writes into it, beside these files.
+# Folders that installing a project writes, beside one of `_PROJECT_FILES`.
 _BUILT = {"build", "dist"}
 _PROJECT_FILES = {"pyproject.toml", "setup.py", "setup.cfg"}
 
@@ -56,16 +56,16 @@ class _InputDigest(Struct, frozen=True):
 
     value: str
     is_rough: bool = False
-    """It was too large to be read: of what lies beyond the bounds only names, sizes, ends count."""
+    """Whether the input was too large: beyond the bounds, only names, sizes and ends count."""
 
 
 def _bytes_digest(data: bytes) -> _InputDigest:
-    """Returns the digest of a file's content that is in memory."""
+    """Return the digest of content in memory."""
     return _InputDigest("sha256:" + hashlib.sha256(data).hexdigest())
 
 
 def _file_digest(path: Path, *, limit_bytes: int | None = None) -> _InputDigest:
-    """The digest of a file's content. Of one beyond the limit its size and its end count.
+    """Return the digest of a file's content; of a file beyond the limit, of its size and end.
 
     Raises: OSError.
     """
@@ -85,10 +85,10 @@ def _content_digest(path: Path) -> str:
 
 
 def _tree_digest(top: Path, without: Collection[str], *, limited: bool) -> _InputDigest:
-    """Over names, modes and contents, but for the folders `without`, which the set-up makes.
+    """Return the digest of names, modes and contents, without the folders `without`.
 
-    `limited`: a guessed directory, which is bounded, and in which what builds of a project leave
-    beside its files does not count. Raises: OSError.
+    `limited`: the directory was not declared, so bounds apply, and the output of a project's build
+    is left out. Raises: OSError.
     """
     digest = hashlib.sha256()
     file_count = size_bytes = 0
@@ -167,7 +167,7 @@ def _wheel_line(folder: str, name: str, *, has_end: bool = True) -> bytes:
 
 
 def _end(path: Path) -> bytes:
-    """The last bytes of a file; of one that cannot be read, none."""
+    """Return the last bytes of a file; b"" if it cannot be read."""
     try:
         with path.open("rb", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
@@ -205,36 +205,35 @@ class _Requirements(Struct, frozen=True):
     """Content of one requirements file."""
 
     text: str
-    """Without what makes no difference: comments, blank lines, and, where every version is exact,
-    the order."""
+    """Text without comments and blank lines; sorted, if every version is exact."""
     includes: tuple[tuple[str, bool], ...]
-    """Files, and whether they are constraints."""
+    """Included files, and whether each is a constraints file."""
     links: tuple[str, ...]
-    """Places of wheels (--find-links)."""
+    """Folders or URLs of wheels (--find-links)."""
     local: tuple[str, ...]
     """Paths of projects and archives."""
     requirements: tuple[str, ...]
-    """All others."""
+    """All other requirements."""
     variables: tuple[str, ...]
-    """Whose values are put in."""
+    """Variables whose values pip inserts."""
     uses_index: bool
 
 
 def _local_path(text: str) -> str:
-    """A place on this host as a path, also where it is a file URL."""
+    """Return a place on this host as a path; it may be a file URL."""
     if not text.startswith("file:"):
         return text
     path = text.removeprefix("file:")
     if path.startswith("//"):
         host, slash, rest = path[2:].partition("/")
-        # What stands for the host may also be the beginning of a path that is filled in.
+        # The text in the place of the host may be a variable that begins a path.
         path = ("" if host == "localhost" else host) + slash + rest
     return unquote(path)
 
 
 def _read_requirements(text: str) -> _Requirements:
     """Return the requirements in a text, which may be any text."""
-    # As pip: lines are joined before comments go.
+    # As in pip, lines are joined before comments are removed.
     lines = text.removeprefix("\ufeff").replace("\\\n", " ").splitlines()
     lines = [_COMMENT.sub("", line) if "#" in line else line for line in lines]
     lines = [" ".join(line.split()) for line in lines]
@@ -249,7 +248,7 @@ def _read_requirements(text: str) -> _Requirements:
         elif is_option and (match := _LINKS.match(line)):
             links.append(_local_path(_unquoted(match["place"])))
         elif is_option and (match := _EDITABLE.match(line)):
-            # Behind its name, too: "name @ file:...".
+            # The URL may follow a name: "name @ file:...".
             place = re.sub(r"^[^/]*@(?=file:)", "", _unquoted(match["place"]))
             if "://" in place and not place.startswith("file:"):
                 requirements.append(line)
@@ -259,8 +258,8 @@ def _read_requirements(text: str) -> _Requirements:
             local.append(_local_path(match["path"] or match["archive"]))
         elif not is_option:
             requirements.append(line)
-    # Of several options of one kind the order may count, and of ranges pip's search begins with the
-    # first; options hold for the whole file.
+    # The order of options may matter, and so may that of version ranges; options apply to the whole
+    # file.
     if all(map(_is_exact, others)):
         lines = [*options, *sorted(others)]
     return _Requirements(
@@ -279,18 +278,18 @@ def _unquoted(value: str) -> str:
 
 
 def _is_exact(requirement: str) -> bool:
-    """Whether a requirement always means the same archive, if its index never changes one."""
+    """Return whether a requirement always means the same archive, in an index of fixed archives."""
     return bool(_EXACT.match(requirement) or _FIXED_URL.search(requirement))
 
 
 def _name_of(requirement: str) -> str:
-    """A requirement's name, normalised (PEP 503), or the requirement itself."""
+    """Return a requirement's name, normalised (PEP 503), or the requirement itself."""
     match = _NAME.match(requirement)
     return normal_name(match[0]) if match else requirement
 
 
 def open_requirements(requirements: Iterable[str], constraints: Iterable[str]) -> list[str]:
-    """Returns the names that may mean another version tomorrow, though constraints hold."""
+    """Return the names that may mean another version tomorrow, in spite of the constraints."""
     exact = {_name_of(line) for line in constraints if _is_exact(line)}
     found = (_name_of(one) for one in requirements if not _is_exact(one))
     return sorted({name for name in found if name not in exact})
@@ -312,13 +311,13 @@ def folderless_names(lists: Sequence[str], part_names: Sequence[str]) -> dict[st
 
 
 def shared_part_name(part_name: str, names: Mapping[str, str]) -> str:
-    """A part's name with what `folderless_names` gave."""
+    """Return a part's name with the path replaced by its name from `folderless_names`."""
     kind, _, path = part_name.partition(" ")
     return f"{kind} {names.get(path, path)}" if kind == "input" else part_name
 
 
 def with_names(word: str, names: Mapping[str, str]) -> str:
-    """A word of a command, or a script, with the paths in it replaced likewise."""
+    """Return a word of a command, or a script, with its paths replaced by `names`."""
     for path, name in names.items():
         plain = name.replace("\\", r"\\")  # as a template of re.sub
         word = re.sub(rf"(?<![\w./-]){re.escape(path)}(?![\w./-])", plain, word)
@@ -327,7 +326,7 @@ def with_names(word: str, names: Mapping[str, str]) -> str:
 
 TOOLS = ("pip", "uv", "conda")
 _BYTES_MAX = 1024 * 1024
-# Options of pip that say how it works, not what it installs.
+# Options of pip that do not decide what is installed.
 _PIP_INDIFFERENT = {
     *("cache-dir", "no-cache-dir", "timeout", "retries", "progress-bar", "quiet", "verbose", "log"),
     *("disable-pip-version-check", "no-color", "no-input", "proxy", "cert", "client-cert"),
@@ -335,7 +334,7 @@ _PIP_INDIFFERENT = {
     *("no-python-version-warning", "no-warn-script-location", "no-warn-conflicts", "exists-action"),
     *("default-timeout", "format", "resume-retries", "use-feature"),
 }
-# Options of pip whose values are requirements, paths, URLs and switches.
+# Options of pip whose values may be shown: requirements, paths, URLs and switches.
 _PIP_SHOWN = {
     *("index-url", "extra-index-url", "find-links", "no-index", "pre", "no-binary", "only-binary"),
     *("prefer-binary", "constraint", "requirement", "target", "prefix", "root", "user", "no-deps"),
@@ -377,7 +376,7 @@ def settings_parts(
 
 
 def _shown(path: str, environ: Mapping[str, str]) -> str:
-    """A path that is the same for all users."""
+    """Return a path with the user's home as "~", so that it is equal for all users."""
     home = environ.get("HOME", "").rstrip("/")
     return f"~{path[len(home) :]}" if home and path.startswith(f"{home}/") else path
 
@@ -385,7 +384,7 @@ def _shown(path: str, environ: Mapping[str, str]) -> str:
 def _candidates(
     place: WorkingDirectory, tools: Collection[str], environ: Mapping[str, str], prefix: str
 ) -> Iterator[tuple[str, str]]:
-    """(tool, path) of every file that may be there."""
+    """Yield (tool, path) of every file that may exist."""
     home = environ.get("HOME", "").rstrip("/")
     config = environ.get("XDG_CONFIG_HOME") or f"{home}/.config"
     shared = [one for one in environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":") if one]
@@ -467,7 +466,7 @@ def _pip_options(text: str, known: Collection[str]) -> tuple[str, tuple[str, ...
 
 
 def _uv_table(text: str) -> str:
-    """A digest of a project's `[tool.uv]`, or nothing."""
+    """Return the digest of a project's table `[tool.uv]`; "" without one."""
     if "tool.uv" not in text:
         return ""
     import tomllib  # here: most set-ups have none
@@ -484,15 +483,15 @@ _REQUIREMENTS_BYTES_MAX = 16 * 1024 * 1024
 _SCRIPT_BYTES_MAX = 1024 * 1024
 _GLOB_FILES_MAX = 1000
 _PATH_BYTES_MAX = 4096
-# How many words are looked at that may name a file.
+# Limit for the words that may name a file.
 _WORDS_MAX = 2000
 _REQUIREMENTS = (".txt", ".in", ".pip")
 _FILE_URL = re.compile(r"(?:^|[@=+\s])(file:[^#]*)")
 _EXTRAS = re.compile(r"\[[\w.,\s-]*\]$")
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
-# What lies there is made by the kernel, and another at each look.
+# Folders of the kernel, whose files change at each look.
 _KERNEL_FOLDERS = ("/proc/", "/sys/", "/dev/")
-# Files that hold a secret or change by themselves. A digest in the key would tell of the first.
+# Files that hold a secret, whose digest must not be in the key.
 _PRIVATE = re.compile(
     r"(^|/)(\.netrc|\.pgpass|\.git-credentials|id_(rsa|dsa|ecdsa|ed25519)|authorized_keys)$"
     r"|(^|/)\.(ssh|gnupg|aws|docker|kube)/|\.(pem|key|p12|pfx|keytab|jks)$"
@@ -511,27 +510,27 @@ _OWN_FOLDER = re.compile(
 
 
 class Inputs(Struct, frozen=True):
-    """Inputs of a set-up, and its reads that cannot be told."""
+    """Inputs of a set-up, and the reads that could not be determined."""
 
     parts: tuple[Part, ...]
     found: tuple[str, ...]
     """Inputs that were not declared."""
     open_requirements: tuple[str, ...]
-    """What means something else when an index has something else."""
+    """Requirements whose version depends on the contents of an index."""
     opaque: tuple[str, ...]
-    """What is run without being understood."""
+    """Programs and scripts that are run without being understood."""
     rough: tuple[str, ...]
-    """Inputs of which not all was read."""
+    """Inputs that were not read completely."""
     variables: tuple[str, ...]
-    """Whose values requirement files take in."""
+    """Variables whose values requirement files use."""
     tools: frozenset[str]
-    """Whose settings decide."""
+    """Tools whose settings decide the result."""
     lists: tuple[str, ...]
     """Files of requirements among the inputs that were not declared."""
     free: tuple[str, ...]
     """Variables that the command and its scripts take from their environment."""
     scripts: tuple[str, ...] = ()
-    """The texts of scripts that the command runs."""
+    """Texts of scripts that the command runs."""
 
 
 def collect_inputs(
@@ -604,7 +603,7 @@ class _Collector:
         )
 
     def follow(self, hints: Hints) -> None:
-        """Adds what hints name, as far as it exists."""
+        """Add the existing files that hints name."""
         self._opaque += hints.opaque
         self._tools.update(hints.tools)
         self._free.update(hints.variables)
@@ -612,7 +611,7 @@ class _Collector:
             is_list = name in hints.requirement_files
             paths = self._expanded(_requirement_path(name))
             if _FILE_URL.search(name) and not any(map(self._exists, paths)):
-                self._opaque.append(as_text(name))  # in a form of which the path is not understood
+                self._opaque.append(as_text(name))  # a form of URL whose path is not understood
             for path in paths:
                 self.add(path, is_list=is_list, is_indexed=name in hints.indexed_files)
         for name in hints.link_dirs:
@@ -633,13 +632,13 @@ class _Collector:
         for word in hints.requirements:
             path = _requirement_path(word)
             is_local = ("/" in word or path in (".", "..")) and self._exists(path)
-            # Whose own requirements are looked up.
+            # The requirements of a local project are looked up in an index.
             if COMPUTED not in word:
                 (self._open if is_local else self._requirements).append(as_text(word))
         self._look_at_words(hints)
 
     def _follow_all(self, hints: Hints) -> None:
-        """Adds scripts and programs. One of them may lie in any directory that a `cd` names."""
+        """Add scripts and programs, which may lie in any directory that a `cd` names."""
         odd: dict[str, str] = {}
         known: set[str] = set()
         for name in hints.scripts:
@@ -659,7 +658,7 @@ class _Collector:
         return any(self._exists(path) for path in self._expanded(name))
 
     def _look_at_words(self, hints: Hints) -> None:
-        """Adds the files that words name which nothing else tells the meaning of."""
+        """Add the files that words of unknown meaning name."""
         names = [(name, True) for name in hints.words] + [(name, False) for name in hints.folders]
         self._word_count += len(names) + len(hints.tested)
         if self._word_count > _WORDS_MAX:
@@ -673,7 +672,7 @@ class _Collector:
                 self._test(path)
 
     def _test(self, name: str) -> None:
-        """Adds that a file is there, and of what kind."""
+        """Add the existence and the kind of a file."""
         if self._is_output(name) or "\0" in name or not name:
             return
         try:
@@ -729,7 +728,7 @@ class _Collector:
         except OSError as error:
             if is_declared:
                 raise from_oserror(error, f"read the input {name}") from error
-            self._opaque.append(name)  # of another user: who runs the command may read it
+            self._opaque.append(name)  # the user of the command may be able to read it
             return
         self._parts[name] = Part(f"input {name}", digest.value)
         if not is_declared:
@@ -748,7 +747,7 @@ class _Collector:
         is_unstable = absolute.startswith(_KERNEL_FOLDERS) or not (
             stat.S_ISREG(mode) or stat.S_ISDIR(mode)
         )
-        # What a tool is known to read as a list, a script or an archive is no secret.
+        # Files that a tool is known to read as a list, script or archive hold no secret.
         is_private = wanted == stat.S_IFREG and _PRIVATE.search(absolute)
         if is_unstable or is_private:
             self._opaque += [] if absolute == os.devnull else [name]
@@ -761,7 +760,7 @@ class _Collector:
         if is_list or name.endswith(_REQUIREMENTS):
             text = self._text(name, _REQUIREMENTS_BYTES_MAX)
             if text is not None:
-                # Credentials change more often than what an index serves.
+                # Credentials change without another result of the set-up.
                 public = strip_logins(text)
                 found = self._lines[name] = _read_requirements(public)
                 text = found.text if is_list else public
@@ -773,7 +772,7 @@ class _Collector:
         return _file_digest(path, limit_bytes=limit_bytes)
 
     def _text(self, name: str, bytes_max: int) -> str | None:
-        """A file's text; None where it is none, too large, or cannot be read."""
+        """Return a file's text; None if it is no file, too large, or unreadable."""
         try:
             path = self._place.host(name)
             if not path.is_file() or path.stat().st_size > bytes_max:
@@ -824,7 +823,7 @@ class _Collector:
         return [os.path.join(fixed, path) if fixed else str(path) for path in found]
 
     def _without_braces(self, name: str) -> list[str]:
-        """The words that a shell makes of one with `{a,b}`."""
+        """Return the words that a shell makes of a word with `{a,b}`."""
         found = [name]
         while match := _BRACES.search(found[0]):
             inner = match[1].split(",")
@@ -834,7 +833,7 @@ class _Collector:
             texts = found
             found = []
             for text in texts:
-                # The same place in all of them: they differ in front of it.
+                # All texts have the next braces; they differ only before them.
                 each = _BRACES.search(text)
                 if each is not None:
                     before, after = text[: each.start()], text[each.end() :]
@@ -895,7 +894,7 @@ class _Collector:
 
 
 def _requirement_path(word: str) -> str:
-    """The path in a requirement of a command line, if it is one of this host; else any text."""
+    """Return the path in a requirement of a command line; any text if it has none."""
     if match := _FILE_URL.search(word):
         word = _local_path(match[1])
     return _EXTRAS.sub("", word)

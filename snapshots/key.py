@@ -56,10 +56,10 @@ from bootseer.snapshots.target_inference import declared_targets, infer_targets
 from bootseer.snapshots.targets import shown_paths
 
 Report = Callable[[str], None]
-"""Gets one sentence for people at a time."""
+"""Function that shows one sentence to people."""
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# That say where and for whom something runs.
+# Variables that say where and for whom a command runs, and do not decide its result.
 _USUAL_VARIABLES = {
     *("HOME", "PATH", "PWD", "OLDPWD", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TMPDIR", "LANG"),
     *("VIRTUAL_ENV", "CONDA_PREFIX", "BOOTSEER_IMAGE", "PS1", "UID", "EUID", "PPID", "OSTYPE"),
@@ -69,7 +69,7 @@ _USUAL_VARIABLES = {
 }
 _SHOWN_MAX = 5
 _FOUND_MAX = 50
-# Of a program whose output is read. Nothing that is asked here says as much.
+# Limit for the output of a program; no answer that is read here is as long.
 _OUTPUT_BYTES_MAX = 1024 * 1024
 
 
@@ -101,13 +101,13 @@ def _run(args: Sequence[str], options: RunOptions) -> "subprocess.CompletedProce
     try:
         if process.stdout is not None:
             output = _read_output(process.stdout.fileno(), args, end)
-            process.stdout.close()  # who has more to say is ended by that
+            process.stdout.close()  # a program that writes more is ended by SIGPIPE
         wait_s = None if timeout_s is None else max(0.0, end - time.monotonic())
         code = process.wait(wait_s)
     finally:
         if process.poll() is None:
             process.kill()
-            # One that hangs in the kernel, on a share that is away, would not end either.
+            # A process that waits in the kernel for a dead file system does not end.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILLED_S)
         if process.stdout is not None:
@@ -134,27 +134,28 @@ class Request(Struct, frozen=True):
 
     command: Sequence[str]
     targets: Sequence[str] = ()
-    """Directories that it makes or changes; none: inferred."""
+    """Directories that the command makes or changes; if empty, they are inferred."""
     inputs: Sequence[str] = ()
-    """Files and directories that decide its result, besides those that the command names."""
+    """Files and directories that decide the result, besides those that the command names."""
     variables: Sequence[str] = ()
-    """Environment variables that decide its result."""
+    """Environment variables that decide the result."""
     salt: str = ""
-    """Another salt, another snapshot."""
+    """Text that becomes a part of the key, so that another salt makes another snapshot."""
     base: str = ""
-    """Digest of the image that it runs in; empty: BOOTSEER_IMAGE."""
+    """Digest of the image in which the command runs; empty: the value of BOOTSEER_IMAGE."""
     root: Path = field(default_factory=lambda: Path("/"))
-    """Where the job's "/" lies on this host."""
+    """Path of the job's "/" on this host."""
     scratch: Path | None = None
-    """A folder that goes with another root than this host's."""
+    """Temporary folder of a root that is not this host's; it is removed with the root."""
     layers: Layers | None = None
-    """The layers of the root, if it is an overlay."""
+    """Layers of the root, if it is an overlay."""
     directory: str = ""
-    """Where the command runs, inside the root; empty: here, or "/" of another root."""
+    """Working directory of the command, inside the root; empty: that of this process, or "/" in
+    another root."""
     environ: Mapping[str, str] | None = None
-    """The command's environment; None: this process's."""
+    """Environment of the command; None: that of this process."""
     runner: Runner = run_plainly
-    """Runs it inside the root."""
+    """Function that runs the command inside the root."""
 
 
 class Resolved(Struct, frozen=True):
@@ -163,9 +164,9 @@ class Resolved(Struct, frozen=True):
     targets: tuple[bytes, ...]
     parts: tuple[Part, ...]
     unknown: tuple[str, ...] = ()
-    """What may decide the result and is not in the key, in a few words each."""
+    """Things that may decide the result and are not in the key, in a few words each."""
     is_open: bool = False
-    """Whether the same set-up may give something else another day."""
+    """Whether the same set-up may have another result on another day."""
 
     def all_parts(self, bases: Mapping[bytes, str]) -> list[Part]:
         """Return all parts, with the former contents of each target (`scan.base_digest`)."""
@@ -177,19 +178,19 @@ class Resolved(Struct, frozen=True):
         return (*self.unknown, *unknown_before(filled))
 
     def key(self, bases: Mapping[bytes, str]) -> str:
-        """The fingerprint."""
+        """Return the key."""
         return fingerprint(self.all_parts(bases))
 
 
 def working_directory(request: Request) -> str:
-    """Returns the directory in which the command runs, as the command sees it."""
+    """Return the directory in which the command runs, as a path inside its root."""
     if request.directory:
         return request.directory
     return str(Path.cwd()) if request.root == Path("/") else "/"
 
 
 def _words(text: str) -> list[str]:
-    """Splits the list in a variable, which pip separates by blanks and uv by commas."""
+    """Split the list in a variable, which pip separates by blanks and uv by commas."""
     return text.replace(",", " ").split()
 
 
@@ -258,7 +259,7 @@ def resolve(request: Request, report: Report, known: Path | None = None) -> Reso
     if inputs.found:
         found = _some(inputs.found, _FOUND_MAX)
         report(f"inputs named in the command or the environment: {found}")
-    # What is not understood may use any of them.
+    # A call that is not understood may use any tool.
     tools = TOOLS if inputs.opaque else inputs.tools
     prefix = interpreter.prefix if interpreter else ""
     settings = settings_parts(place, tools, environ, prefix, targets.paths)
@@ -341,7 +342,7 @@ def _with_values(hints: Hints, environ: Mapping[str, str]) -> Hints:
 
 
 def _check_variables(names: Iterable[str]) -> None:
-    """Raises: InvalidInputError for what no environment variable is called."""
+    """Raise InvalidInputError for a text that cannot be the name of an environment variable."""
     for name in names:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise InvalidInputError(
@@ -351,7 +352,7 @@ def _check_variables(names: Iterable[str]) -> None:
 
 
 def _check_declared(names: Iterable[str]) -> None:
-    """Raises: InvalidInputError for a name that no file can have."""
+    """Raise InvalidInputError for a name that no file can have."""
     for name in names:
         if not name or "\0" in name:
             raise InvalidInputError(f"{name!r} is not the name of an input file")

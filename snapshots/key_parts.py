@@ -1,7 +1,7 @@
 """Parts of a key, and their encoding: SHA-256 over named values.
 
 The parts are stored in the manifest, so that a miss can be explained. No part holds a secret:
-everything hidden decides together, through scrypt (`command_parts.secret_part`). Pure.
+all secrets together make one part, through scrypt (`command_parts.secret_part`). Pure.
 """
 
 import hashlib
@@ -11,22 +11,22 @@ from msgspec import Struct
 
 from bootseer.snapshots.scan import text_of
 
-# In front of the encoded parts: another way to encode them makes other keys, never equal ones.
+# Prefix of the encoded parts: with another encoding, no key is equal by accident.
 _DOMAIN = b"bootseer snapshot fingerprint 1\n"
 
 SECRETS = "secrets"
-"""The part that all secrets share."""
+"""Name of the part for all secrets together."""
 
 
 class Part(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
-    """Named thing that the result depends on: a short value, or the digest of a long one."""
+    """Named thing that decides the result: a short value, or the digest of a long one."""
 
     name: str
     value: str
 
 
 def fingerprint(parts: Iterable[Part]) -> str:
-    """The key (64 hex digits) of `parts`; their order does not matter. Pure.
+    """Return the key (64 hex digits) of `parts`; their order does not matter. Pure.
 
     Every name and value is written with its length in front, so no two lists of parts have the
     same encoding.

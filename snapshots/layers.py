@@ -1,11 +1,11 @@
-"""Layers of a container's root: what overlayfs leaves in an upper directory.
+"""Layers of a container's root: the contents of overlayfs' upper directory.
 
 An upper directory holds copies of changed files, whiteouts, and attributes of directories
 (Documentation/filesystems/overlayfs.rst in Linux). `scan_before` and `scan_after` deduce the
-contents of a target from it instead of a look at each name: what is in the upper layer was written
-and is looked at in the root itself; all else is as it was. Where anything else may be at work
-(another mount, a renamed directory) the ordinary scan tells. Reads only, follows no symbolic link.
-One thread.
+contents of a target from the upper directory, and so need not look at each name: names in the upper
+directory were written, and are looked at in the root itself; all other names are unchanged. If
+something else may have changed the target (another mount, a renamed directory), the ordinary scan
+is made. Reads only, follows no symbolic link. One thread.
 """
 
 import contextlib
@@ -24,27 +24,27 @@ from bootseer.linux import mount_table
 from bootseer.snapshots.scan import STAGING_PREFIX, Entry, Scan, entry_of, open_below, scan
 
 logger = logging.getLogger(__name__)
-# The second where an ordinary user mounted it ("userxattr").
+# The second prefix is used by mounts of ordinary users ("userxattr").
 _PREFIXES = ("trusted.overlay.", "user.overlay.")
-# Those that do not make what a directory shows differ from what layers of the same path hold.
+# Attributes of a directory that shows exactly what the layers have at its own path.
 _HARMLESS = {"opaque", "origin", "impure", "nlink", "upper", "uuid", "protattr"}
 
 
 class CannotTellError(Exception):
-    """The layers do not tell the changes; a scan tells."""
+    """The layers do not tell the changes; an ordinary scan is needed."""
 
 
 class Layers(Struct, frozen=True):
-    """The overlay that a container's root is."""
+    """Overlay that is the root of a container."""
 
     root: Path
-    """The directory on which the overlay is mounted."""
+    """Mount point of the overlay."""
     upper: Path
-    """What was written since, by whomever."""
+    """Upper directory: every change since the overlay was mounted."""
     lower: Path
-    """What it showed at first. It is not written to."""
+    """Lower directory of the overlay; read-only."""
     tree: Callable[[], Tree] | None = None
-    """What is in `lower`, for whom it costs less than asking its file system. May raise a
+    """Function that returns the contents of `lower`, faster than its file system. May raise a
     BootseerError."""
 
 
@@ -56,15 +56,15 @@ class Written(NamedTuple):
     gid: int
     inode: int
     ctime_ns: int
-    """0 for a directory: it moves with what is in it."""
+    """0 for a directory, whose ctime changes with its entries."""
     is_opaque: bool = False
-    """Nothing of the lower directory shows."""
+    """Whether the lower directory is hidden (overlayfs' "opaque")."""
     is_empty: bool = False
-    """A directory without anything, ignored names included."""
+    """Whether this is a directory without any name, ignored names included."""
 
 
 WHITEOUT = Written(stat.S_IFCHR, 0, 0, 0, 0)
-"""The name is gone. Overlayfs makes all of these one file, which any of them changes."""
+"""Name that was removed. All whiteouts are links of one file, so their attributes mean nothing."""
 
 
 def _check_directory(upper: bytes) -> None:
@@ -104,8 +104,8 @@ def written(
 ) -> tuple[dict[bytes, Written], bool]:
     """Return path -> entry in the upper directory, without ignored paths and anything below them.
 
-    Returns also whether that is everything: no more than about `names_max` names are read. Parents
-    come before names in them. Names that go meanwhile are left out.
+    Also return whether the entries are complete: about `names_max` names are read at most. Parents
+    come before the names in them. Names that are removed meanwhile are left out.
     """
     top = os.fsencode(upper)
     found: dict[bytes, Written] = {}
@@ -147,7 +147,7 @@ def _entries(top: bytes, above: bytes) -> Iterator[tuple[bytes, os.stat_result]]
         return
 
 
-# Of an entry that was not looked at: no file lies there.
+# Device of an entry from a tree: no file was looked at, and none has this device.
 _UNSEEN = 0
 
 
@@ -204,7 +204,7 @@ def hard_links(layers: Layers, target: Path, scanned: Scan) -> dict[bytes, tuple
 
 
 def _is_unseen_and_same(before: Entry | None, now: Entry) -> bool:
-    # A served tree's ctimes are its mtimes; one who writes cannot set them.
+    # The ctimes of a served tree are its mtimes; a writer cannot set a ctime.
     return (
         before is not None
         and before.device == _UNSEEN
@@ -260,12 +260,12 @@ def _scan_tree(tree: Tree, directory: bytes) -> Scan:
 
 # ---- the upper layer --------------------------------------------------------------------------
 class _Touched(Struct):
-    """The part of a target in which something was written."""
+    """Part of a target in which something was written."""
 
     seen: dict[bytes, Entry] = field(default_factory=dict)
-    """What is in the upper layer, as the root shows it."""
+    """Entries of the names in the upper directory, as the root shows them."""
     listed: dict[bytes, list[bytes]] = field(default_factory=dict)
-    """Directory of the upper layer -> paths in it that show from the lower one."""
+    """Directory in the upper layer -> paths in it that come from the lower layer."""
 
 
 def _layered(layers: Layers, target: Path, known: Scan) -> Scan:
@@ -285,7 +285,7 @@ def _layered(layers: Layers, target: Path, known: Scan) -> Scan:
             if not stat.S_ISDIR(os.lstat(upper).st_mode):
                 raise CannotTellError(f"{os.fsdecode(upper)} is no directory")
         except FileNotFoundError:
-            # Nothing in here was written, nor renamed to here.
+            # Nothing was written below the target, nor renamed into it.
             if not known:
                 raise CannotTellError(f"nothing is known of {target}") from None
             return known
@@ -294,7 +294,7 @@ def _layered(layers: Layers, target: Path, known: Scan) -> Scan:
 
 
 def _check_mounts(layers: Layers, below: bytes) -> None:
-    """Whether the target shows the overlay and nothing else. Raises: CannotTellError."""
+    """Check that nothing else is mounted at, above or below the target. Raises: CannotTellError."""
     root = os.fsencode(os.path.realpath(layers.root))
     target = os.path.join(root, below) if below else root
     for point in (mount.path for mount in mount_table.mount_points()):
@@ -327,9 +327,9 @@ def _look(target: Path, upper: bytes) -> _Touched:
 def _look_into(
     touched: _Touched, fd: int, directory: bytes, upper: bytes, device: int
 ) -> list[bytes]:
-    """The directories in this one in which something was written."""
+    """Note the entries of a directory; return its subdirectories in which something was written."""
     _check_directory(upper)
-    # In this order: what is copied up between the two has been written.
+    # In this order: a name that is copied up between the two calls counts as written.
     shown = [os.fsencode(name) for name in os.listdir(fd)]
     written = set(os.listdir(upper))
     lower = touched.listed[directory] = []
@@ -344,7 +344,8 @@ def _look_into(
         try:
             info = os.stat(name, dir_fd=fd, follow_symlinks=False)
         except FileNotFoundError:
-            # Removed while we look; or a whiteout, which overlayfs lists where it need not merge.
+            # Removed meanwhile; or a whiteout, which overlayfs lists in a directory that it does
+            # not merge.
             continue
         touched.seen[path] = entry_of(info)
         if stat.S_ISDIR(info.st_mode) and info.st_dev == device:
@@ -367,7 +368,7 @@ def _merge_scans(
     if not shown <= known.keys():
         raise CannotTellError(f"{next(iter(shown - known.keys()))!r} was not there")
     whole: set[bytes] = set()
-    # Parents come before what is in them.
+    # Parents come before the names in them.
     for path, entry in known.items():
         if path in shown or path.rpartition(b"/")[0] in whole:
             found[path] = entry

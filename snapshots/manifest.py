@@ -1,6 +1,6 @@
 """Manifest of a snapshot: its parts, its targets, and the JSON in the store.
 
-Format: docs/format/snapshot.md. What a store returns is hostile until `decode` has returned. Pure.
+Format: docs/format/snapshot.md. Bytes from a store are untrusted; `decode` checks them. Pure.
 """
 
 import os
@@ -18,32 +18,32 @@ from bootseer.snapshots.scan import checked_target, is_plain, text_of
 from bootseer.transfer.even_chunks import ChunkDigests
 
 EARLIER_MAX = 7
-"""A target has at most so many earlier blobs, and its own: a restore is a stream from each."""
+"""Maximum number of earlier blobs of a target: a restore reads a stream of each."""
 
 OUTSIDE_PATHS_MAX = 100
-"""A manifest names at most so many changes outside of its targets: for people, who read a few."""
+"""Maximum number of names in `Outside.paths`, which only people read."""
 
 CACHE = "cache"
-"""The part by which a snapshot is a generation of a kept cache: what the cache is called."""
+"""Name of the part with the name of a kept cache; only generations of kept caches have it."""
 
 _FOLDERS_SHOWN_MAX = 5
 _HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-# Bounds that no honest manifest comes near; deletions of a whole conda environment take 10 MB.
+# Bounds far above real manifests; the deletions of a whole conda environment take 10 MB.
 Key = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _Text = Annotated[str, Meta(max_length=2**20)]
 _Size = Annotated[int, Meta(ge=0, lt=2**50)]
 
 
 class Stored(Struct, frozen=True):
-    """An object of the store, named by its digest."""
+    """Object of the store, named by its digest."""
 
     digest: BlobDigest
     size_bytes: _Size
 
     @property
     def hex(self) -> str:
-        """The digest's 64 hex digits."""
+        """Digest as 64 hex digits."""
         return self.digest.removeprefix("sha256:")
 
 
@@ -58,40 +58,41 @@ class Target(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Directory that the set-up made or changed."""
 
     path: PathBytes
-    """Absolute, as the job sees it (inside its root)."""
+    """Absolute path inside the job's root."""
     whole: bool
-    """There was nothing before: the blob holds all of it. Else it holds the difference."""
+    """Whether the directory was missing or empty before, so that the blob holds all of it; else the
+    blob holds the difference."""
     blob: Stored
     index: StoredIndex
-    """The blob's tree."""
+    """Tree of the blob."""
     earlier: Annotated[tuple[Stored, ...], Meta(max_length=EARLIER_MAX)] = ()
-    """Blobs of earlier snapshots that hold content which the tree has as well: what `blob` has not.
-    The tree names them by number, behind its own."""
+    """Blobs of earlier snapshots with content that the tree refers to and `blob` lacks. They follow
+    `blob` in the tree's blob table."""
     file_count: _Size
-    """Names in the blob, directories included."""
+    """Number of names, directories included."""
     content_bytes: _Size
-    """Sum of the sizes of its regular files."""
+    """Sum of the sizes of the regular files."""
     deletions: Annotated[tuple[PathBytes, ...], Meta(max_length=4_000_000)]
     """Relative paths that the set-up removed, sorted."""
 
     @property
     def blobs(self) -> tuple[Stored, ...]:
-        """The blobs that the tree is read from, in the order of its blob table."""
+        """Blobs that the tree refers to, in the order of its blob table."""
         return (self.blob, *self.earlier)
 
 
 class Outside(Struct, frozen=True, kw_only=True):
-    """Changes outside the targets during a set-up, as far as a look at the usual places told."""
+    """Changes outside the targets during a set-up, from a bounded search of the usual places."""
 
     paths: Annotated[tuple[_Text, ...], Meta(max_length=OUTSIDE_PATHS_MAX)] = ()
     """Changed names, sorted."""
     path_count: _Size = 0
-    """How many changes there were; the stored list holds only the first names."""
+    """Number of changes; the stored `paths` may be fewer."""
     is_complete: bool = True
-    """Whether all of the places were looked at."""
+    """Whether the search reached all of the places."""
 
     def sentence(self) -> str:
-        """Returns a sentence for people; empty where nothing was found."""
+        """Return a sentence for people after the set-up, or "" without changes."""
         if not self.paths:
             return ""
         return (
@@ -100,7 +101,7 @@ class Outside(Struct, frozen=True, kw_only=True):
         )
 
     def restored_sentence(self, node: str) -> str:
-        """For people where the snapshot is restored, which `node` made; empty as `sentence`."""
+        """Return a sentence for people after a restore of `node`'s snapshot, or ""."""
         if not self.paths:
             return ""
         count = max(self.path_count, len(self.paths))
@@ -126,23 +127,23 @@ NOTHING_OUTSIDE = Outside()
 
 
 class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Snapshot, as the store has it."""
+    """Stored description of a snapshot."""
 
     fingerprint: Key
-    """Its key: 64 hex digits."""
+    """Key of the snapshot: 64 hex digits."""
     name: Annotated[str, Meta(max_length=128)]
-    """Given by the user, or empty."""
+    """Name that the user gave; may be empty."""
     created_ns: Count64
     setup_ns: Count64
-    """How long the set-up command took: what a restore saves."""
+    """Duration of the set-up command, which a restore saves."""
     node: _Text
     version: _Text = field(name="bootseer")
     """The version of Bootseer that made the snapshot."""
     parts: Annotated[tuple[Part, ...], Meta(max_length=100_000)]
-    """What the key was computed from, sorted."""
+    """Parts of the key, sorted."""
     targets: Annotated[tuple[Target, ...], Meta(min_length=1, max_length=1000)]
     outside: Outside = NOTHING_OUTSIDE
-    """What the set-up changed that is not in it."""
+    """Changes of the set-up that are not in the snapshot."""
 
     @property
     def file_count(self) -> int:
@@ -159,29 +160,29 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def whole_bytes(self) -> int:
-        """Returns the size with the earlier blobs that it takes content from, each in full."""
+        """Bytes of all objects that the snapshot needs, earlier blobs included."""
         needed = {blob.digest: blob.size_bytes for one in self.targets for blob in one.blobs}
         return sum(needed.values()) + sum(target.index.size_bytes for target in self.targets)
 
     @property
     def cache(self) -> str:
-        """Name of the kept cache that this is a generation of; "" for an environment."""
+        """Name of the kept cache, if the snapshot is a generation of one; "" for an environment."""
         return next((part.value for part in self.parts if part.name == CACHE), "")
 
     @property
     def is_layered(self) -> bool:
-        """Whether it takes content from earlier snapshots' blobs."""
+        """Whether the snapshot refers to blobs of earlier snapshots."""
         return any(target.earlier for target in self.targets)
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` may name a snapshot. 64 hex digits are a key, not a name."""
+    """Return whether `text` may be the name of a snapshot. 64 hex digits are a key, not a name."""
     return bool(_NAME.fullmatch(text)) and not _HEX.fullmatch(text)
 
 
 LAYERED_VERSION = 2
-"""The version of a manifest with a target that takes content from earlier blobs. A release that
-does not know them must not read it, since its garbage collector would delete them."""
+"""Version of a manifest that refers to earlier blobs. A release that does not know such references
+must not read the manifest, since its garbage collector would delete the blobs."""
 
 MANIFEST_BYTES_MAX = 128 * 1024 * 1024
 INDEX_BYTES_MAX = 4 << 30
@@ -197,24 +198,24 @@ FORM: DocumentFormat[Manifest] = DocumentFormat(
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as JSON; the same manifest always gives the same bytes."""
+    """Return the manifest as JSON. Deterministic."""
     outside = manifest.outside if manifest.outside.paths else NOTHING_OUTSIDE
     stored = replace(manifest, outside=outside)
     return FORM.encode(stored, LAYERED_VERSION if manifest.is_layered else None)
 
 
 def decode(data: bytes, expected: str | None = None) -> Manifest:
-    """The manifest in `data`, checked; `expected` is the key it was stored under.
+    """Return the manifest in `data`, checked; `expected` is the key under which it was stored.
 
-    Raises: CorruptError, also where it is another snapshot's; UnknownFormatError for a version
-    that this release does not know.
+    Raises: CorruptError, also for the manifest of another snapshot; UnknownFormatError for a
+    version that this release does not know.
     """
     where = f"the snapshot manifest {expected}" if expected else "a snapshot manifest"
     document = FORM.parse(data, where)
     manifest = FORM.convert(document, where)
     if "digest" not in document:
         raise CorruptError(f"{where} has no digest of its other members")
-    # The identity it claims: a manifest stored under another key, or edited, is refused by name.
+    # A manifest that was edited, or stored under another key, does not match its fingerprint.
     if not _has_its_key(manifest) or expected not in (None, manifest.fingerprint):
         raise CorruptError(f"{where} does not match its fingerprint")
     if manifest.name and not is_name(manifest.name):

@@ -1,9 +1,9 @@
 """Extracted trees that a node keeps in `cache_dir/trees`, and reflink copies of them.
 
 `cache_dir/trees` has a directory HEX for each index digest, which holds exactly that tree, and
-HEX.lock. A process that links to a tree, or has it under an overlay, holds that lock shared; a tree
-is made and removed by the process that has the lock alone. A tree appears whole or not at all, and
-is compared with its index, file by file, before each use: one that was written to is made anew.
+HEX.lock. A process that links to a tree, or shows it through an overlay, holds the lock shared; a
+tree is made and removed under the exclusive lock. A tree appears whole or not at all. Before each
+use it is compared with its index, file by file, and a tree that was changed is extracted again.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _FICLONE = 0x40049409  # _IOW(0x94, 9, int), linux/fs.h
 # inodes of 128 bytes; FAT.
 _GRANULARITIES_NS = (1, 100, 1000, 10**6, 10**7, 10**9, 2 * 10**9)
 _PROBE_NS = 1_234_567_891_234_567_891
-# How often a tree is looked at before the ordinary way is better: others may remove it meanwhile.
+# Number of attempts to use a tree, which other processes may remove meanwhile.
 _LOOKS_MAX = 4
 
 
@@ -81,7 +81,7 @@ def _granularity_ns(directory: Path) -> int:
 
 
 class NodeTrees:
-    """The extracted trees of one node. Any thread; every process of the node."""
+    """Extracted trees of one node. Any thread; every process of the node."""
 
     def __init__(self, settings: Settings) -> None:
         self.directory = settings.cache_dir / "trees"
@@ -89,15 +89,16 @@ class NodeTrees:
         self._limit_bytes = settings.cache_limit_bytes // 2
         self._deadline_s = settings.deadline_s
         self.times = FileTimes(self.directory)
-        # Files are shared with their modes (see `admission`): trees of both kinds may be needed.
+        # Files are shared with their modes, and `admit_tree` may have removed privileges: a node
+        # may need a tree of each kind.
         self._kind = "" if settings.restore_privileges else "-unprivileged"
 
     def path(self, index_digest: str) -> Path:
-        """Returns the path of the tree, whether or not it is there."""
+        """Return the path of the tree, which need not exist."""
         return self.directory / f"{index_digest.partition(':')[2]}{self._kind}"
 
     def has(self, index_digest: str) -> bool:
-        """Whether the tree is here; whether it is as it should be is known in `using`."""
+        """Return whether the tree exists; its contents are checked by `using`."""
         return self.path(index_digest).is_dir()
 
     @contextlib.contextmanager
@@ -106,8 +107,8 @@ class NodeTrees:
     ) -> Iterator[tuple[Path, int]]:
         """Yield the path of an extracted tree and the descriptor of its lock.
 
-        `build` makes the tree where it is missing or damaged. It is not removed before all copies
-        of the descriptor are closed.
+        `build` makes the tree if it is missing or damaged. The tree stays until all copies of the
+        descriptor are closed.
 
         Raises: BusyError for a damaged tree that is in use; UnsupportedError if the extracted tree
         does not stay as it was; BootseerError.
@@ -128,7 +129,7 @@ class NodeTrees:
                         f"the snapshot that was extracted to {path} is not as it should be; the "
                         "file system there does not keep sizes or times of files"
                     )
-                # Alone: no other process is using it, or making it.
+                # Under the exclusive lock no other process uses the tree, or makes it.
                 os.close(lock)
                 lock = -1
                 lock = self._lock(path)
@@ -162,7 +163,7 @@ class NodeTrees:
             os.close(lock)
 
     def _lock(self, path: Path, *, is_shared: bool = False, wait: bool = True) -> int:
-        """A descriptor of the lock file of `path`, locked. Raises: BusyError, OSError."""
+        """Return a locked descriptor of the lock file of `path`. Raises: BusyError, OSError."""
         name, timeout_s = path.with_suffix(".lock"), self._deadline_s if wait else 0.0
         try:
             return lock_file(name, timeout_s, is_shared=is_shared)
@@ -170,7 +171,7 @@ class NodeTrees:
             raise BusyError(f"the extracted snapshot {path} is in use") from None
 
     def _remove(self, path: Path) -> None:
-        """Never half visible: renamed first. Raises: OSError."""
+        """Rename a tree, then remove it, so that no part of it is visible. Raises: OSError."""
         gone = self.directory / f"{_GONE}{path.name[:16]}-{os.getpid()}"
         with contextlib.suppress(FileNotFoundError):
             path.rename(gone)
@@ -225,7 +226,7 @@ class NodeTrees:
 
 
 def is_whole(path: Path, tree: Tree, times: FileTimes | None = None) -> bool:
-    """Whether the directory holds exactly the tree's names, each file with its size and time."""
+    """Return whether a directory has exactly the tree's names, with sizes and times of files."""
     times = times or FileTimes(path.parent)
     try:
         top = os.open(path, DIRECTORY)
@@ -264,7 +265,7 @@ def _is_as_in(
     """
     names, inodes = tree.columns.names, tree.columns.name_inode
     first, end = tree.span(directory)
-    # With each of them found below, as many are the same.
+    # If the counts are equal and each name of the tree is found below, the names are the same.
     if len(os.listdir(fd)) != end - first:
         return None
     directories = []
@@ -308,7 +309,7 @@ def _clone(source: int, target: int) -> None:
 
 
 def can_reflink(directory: Path) -> bool:
-    """Whether files of the file system of `directory`, in which we may write, can be cloned."""
+    """Return whether files can be cloned in the file system of `directory`, which is writable."""
     import tempfile  # here: it loads every kind of compression
 
     try:
@@ -325,14 +326,14 @@ def can_reflink(directory: Path) -> bool:
 
 
 _THREADS_MAX = 8
-# Directories that a thread does in one go: handing one over costs as much as linking ten files.
+# Directories in one task of a thread: a task costs as much as linking ten files.
 _AT_ONCE = 32
 
 
 def copy_tree(source: Path, target: Path) -> None:
     """Make `target`, which must not exist, equal to the directory `source`.
 
-    Raises: BootseerError; what was made by then is left for the caller to remove.
+    Raises: BootseerError; the caller removes the incomplete `target`.
     """
     try:
         _Copy(source, target).run()
@@ -423,7 +424,7 @@ def _copy_attributes(original: bytes, name: bytes, status: os.stat_result) -> No
         os.chmod(name, stat.S_IMODE(status.st_mode))
     for attribute in _xattrs(original):
         with contextlib.suppress(OSError):
-            # What this user may not set is left out, as an extraction does.
+            # Attributes that this user may not set are left out, as in an extraction.
             value = os.getxattr(original, attribute, follow_symlinks=False)
             os.setxattr(name, attribute, value, follow_symlinks=False)
     os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)

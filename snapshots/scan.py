@@ -2,9 +2,10 @@
 
 `scan` works relative to open directories, so no path is resolved twice and symbolic links are never
 followed; 100,000 files take about half a second when their inodes are in memory. `base_digest`
-names contents the same on every node, `fingerprint_of_scan` exactly on this node: the kernel sets
-ctime at every change and nobody can set it back, so size, ctime and inode together are proof.
-Bytecode caches do not count in either. `diff` tells what turned one scan into another. Any thread.
+is equal on all nodes with the same files; `fingerprint_of_scan` is equal only while nothing was
+written on this node: the kernel sets ctime at every change and nobody can set it back, so size,
+ctime and inode together are proof. Both ignore bytecode caches. `diff` returns the changes between
+two scans. Any thread.
 """
 
 import hashlib
@@ -30,12 +31,12 @@ from bootseer.errors import CorruptError, InvalidInputError, NoSpaceError, from_
 
 
 def text_of(path: bytes) -> str:
-    """A path in JSON: bytes that are not UTF-8 become surrogates and come back unchanged."""
+    """Return a path as text for JSON; bytes that are not UTF-8 become surrogate escapes."""
     return path.decode("utf-8", "surrogateescape")
 
 
 def is_plain(components: Sequence[bytes]) -> bool:
-    """Whether path components lead only downwards."""
+    """Return whether path components lead only downwards."""
     return all(
         component and component not in (b".", b"..") and b"\0" not in component
         for component in components
@@ -43,16 +44,16 @@ def is_plain(components: Sequence[bytes]) -> bool:
 
 
 def checked_target(path: bytes) -> bytes:
-    """`path`, if it can be a target. Raises: CorruptError."""
+    """Return `path` if it can be a target. Raises: CorruptError."""
     if not path.startswith(b"/") or not is_plain(path[1:].split(b"/")):
         raise CorruptError(f"{text_of(path)[:200]!r} is not an absolute, plain target path")
     return path
 
 
 def target_path(text: str, directory: str) -> bytes:
-    """A target that a user wrote, as an absolute plain path; relative ones from `directory`.
+    """Return a target that a user wrote, maybe relative to `directory`, as an absolute plain path.
 
-    ".." is taken away by name, as shells' `cd` does. Raises: InvalidInputError.
+    ".." removes the component before it, as in shells' `cd`. Raises: InvalidInputError.
     """
     import posixpath
 
@@ -71,7 +72,7 @@ def target_path(text: str, directory: str) -> bytes:
 
 # Names that restores use beside or inside a target; never part of a snapshot.
 STAGING_PREFIX = b".bootseer-"
-# A tree of more is not an environment; the bound keeps memory finite (about 500 bytes each).
+# Bound on memory: an entry takes about 500 bytes. No environment has as many names.
 _ENTRIES_MAX = 5_000_000
 NOTHING = "nothing"
 """The `base_digest` of a directory that is missing or empty."""
@@ -92,7 +93,7 @@ class Entry(NamedTuple):
 
 
 Scan = Mapping[bytes, Entry]
-"""Relative path -> what is there; b"" is the directory itself. Empty: it does not exist."""
+"""Entry by relative path; b"" is the directory itself. Empty if the directory does not exist."""
 
 
 def entry_of(info: os.stat_result) -> Entry:
@@ -176,21 +177,21 @@ def _scan_into(found: dict[bytes, Entry], top: int, prefix: bytes, device: int) 
 
 
 def open_below(top: int, path: bytes) -> int:
-    """The directory at `path`, itself no symbolic link. Raises: OSError."""
+    """Open the directory at `path`, which is no symbolic link. Raises: OSError."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, dir_fd=top)
 
 
 def is_cache(path: bytes) -> bool:
-    """Whether it is a bytecode cache: interpreters write these whenever they like."""
+    """Return whether a path is a bytecode cache, which interpreters write at any time."""
     return path.endswith((b".pyc", b"__pycache__"))
 
 
 def base_digest(scanned: Scan) -> str:
     """Return a digest of a directory that is the same on every node with the same files.
 
-    Over paths, types and sizes: times and inode numbers differ between nodes. "nothing" for a
-    directory that is missing or empty. Bytecode caches do not count.
+    It covers paths, types and sizes; times and inode numbers differ between nodes. "nothing" for a
+    directory that is missing or empty. Bytecode caches are ignored.
     """
     if len(scanned) <= 1:
         return NOTHING
@@ -205,11 +206,11 @@ def base_digest(scanned: Scan) -> str:
 
 
 _Directory = tuple[bytes, list[bytes], bytes | Records]
-"""Path, sorted names in it that count, at least one, and their records one behind the other."""
+"""Path, its sorted names without bytecode caches (at least one), and their concatenated records."""
 
 
 def fingerprint_of_scan(scanned: Scan) -> str:
-    """Equal later on this node only if nothing was written here in between."""
+    """Return a digest that is equal later on this node only if nothing was written in between."""
     below: dict[bytes, list[bytes]] = {}
     for path in scanned:
         if path and not is_cache(path):
@@ -244,10 +245,10 @@ def names_to_record(tree: Tree) -> bytes:
 
 
 def fingerprint_of_restored(tree: Tree, recorded: bytes, records: Records) -> str:
-    """Returns the `fingerprint_of_scan` of a directory that holds the tree and nothing else.
+    """Return the `fingerprint_of_scan` of a directory that holds the tree and nothing else.
 
-    `records`: those of the `recorded` names, made after the last change; without any the answer is
-    an empty string.
+    `records`: records of the `recorded` names, made after the last change. Return "" if `recorded`
+    is empty.
     """
     if not recorded:
         return ""
@@ -274,7 +275,11 @@ def fingerprint_of_restored(tree: Tree, recorded: bytes, records: Records) -> st
 
 
 def _digest(root: bytes | Records, directories: Iterable[_Directory]) -> str:
-    """No path holds a NUL, no name is empty, and there are as many records as names."""
+    """Return the digest of the root's record and of directories.
+
+    The encoding is unambiguous: no path contains a NUL, no name is empty, and there are as many
+    records as names.
+    """
     digest = hashlib.sha256(root)
     for path, names, records in directories:
         digest.update(b"%b\0%b\0\0" % (path, b"\0".join(names)))
@@ -283,13 +288,14 @@ def _digest(root: bytes | Records, directories: Iterable[_Directory]) -> str:
 
 
 class Diff(Struct, frozen=True):
-    """Relative paths, each list sorted. A path is in at most one of them."""
+    """Changes between two scans: sorted relative paths. A path is in at most one list."""
 
     created: tuple[bytes, ...]
     changed: tuple[bytes, ...]
     """Other content, or another kind of file."""
     remoded: tuple[bytes, ...]
-    """Same content as far as one can see; other mode, owner, times, links or xattrs."""
+    """Same content, as far as size, time and inode tell; other mode, owner, times, links or xattrs.
+    """
     deleted: tuple[bytes, ...]
 
     def packed_paths(self) -> list[bytes]:
@@ -322,9 +328,9 @@ def _is_changed(before: Entry, after: Entry) -> bool:
 
 def _is_remoded(before: Entry, after: Entry) -> bool:
     if stat.S_ISDIR(after.mode):
-        # A directory's ctime also moves with its entries, and so does mtime; its size and link
-        # count follow from its entries. What is left to store is mode, owner, mtime and xattrs,
-        # of which only ctime tells.
+        # A directory's ctime and mtime also change with its entries; its size and link count
+        # follow from its entries. Mode, owner, mtime and xattrs are stored; only ctime shows a
+        # change of xattrs.
         return (before.mode, before.uid, before.gid, before.mtime_ns, before.ctime_ns) != (
             after.mode,
             after.uid,

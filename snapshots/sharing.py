@@ -1,8 +1,8 @@
-"""Content of a new snapshot that blobs of earlier snapshots hold already.
+"""Sharing of content between snapshots: a new snapshot refers to blobs of earlier ones.
 
-The result of a set-up is captured exactly: every name and attribute is in the new snapshot's own
-tree. But for a file whose content an earlier snapshot of the same directory has, the tree names the
-place in that snapshot's blob. There is no chain: a manifest lists every blob that it needs.
+The new snapshot's own tree has every name and attribute. For a file whose content is in a blob of
+an earlier snapshot of the same directory, the tree refers to that blob. There is no chain: a
+manifest lists every blob that it needs.
 
 `choose_blobs` decides what is shared and is pure; `find_others` reads the store and the files.
 """
@@ -30,31 +30,30 @@ from bootseer.snapshots.scan import Entry, Scan
 from bootseer.store import Store
 
 logger = logging.getLogger(__name__)
-# Of the newest: after a set-up that took minutes, looking should take a second. All nodes wait.
+# Bounds of the search among the newest snapshots, for which all nodes wait.
 _COMPARED_MAX = 100
 _COMPARING_S = 5.0
-# What must be the same for two environments to have much in common.
+# Parts of the key that are equal for environments with much in common.
 _KIND = ("interpreter", "platform", "machine", "libc", "kind")
 _READ_BYTES = 1 << 20
 _THREADS_MAX = 4
 _BYTECODE_HEAD_BYTES = 16
-"""The head of a `.pyc` file, before the code itself (PEP 552)."""
+"""Size of the head of a `.pyc` file (PEP 552)."""
 
 Place = tuple[int, int, int, int]
-"""An extent: (file offset, blob, offset in its stream, length)"""
+"""Extent: file offset, blob, offset in the blob's stream, length."""
 
 
 class Rule(Struct, frozen=True):
     """Conditions under which storing a difference pays."""
 
     shared_bytes_min: int = 1 << 20
-    """Below, a restore would make more requests for nothing."""
+    """Least number of shared bytes: below, a restore would need more requests for little."""
     shared_ratio_min: float = 0.5
-    """The least share of all content that is shared. Below, the environment is another one, and its
-    own blob serves it better."""
+    """Least share of all content that is shared: below, the environments differ too much."""
     used_ratio_min: float = 0.25
-    """The least share of a blob that is used. Below, it would be kept in the store for little; what
-    is still needed of it is stored again, which also ends chains of small differences."""
+    """Least share of a blob that is used: below, the store would keep the blob for little, so the
+    needed content is stored again. This also ends chains of small differences."""
     blobs_max: int = EARLIER_MAX
 
 
@@ -136,7 +135,7 @@ def find_others(
     """
     try:
         base = catalogue.load_tree(store, target)
-        # Better than to find out on a thousand nodes.
+        # Checked here, before a thousand nodes restore.
         if catalogue.find_cut_blob(store, target):
             return ReusedFiles()
         files = [path for path in paths if stat.S_ISREG(scanned[path].mode)]
@@ -152,25 +151,25 @@ def find_others(
 
 
 def _content_bytes(host: Path, path: bytes, entry: Entry) -> int:
-    """Returns the bytes of a file without the holes that are worth a look."""
+    """Return the size of a file, without the holes of a large file."""
     if entry.size_bytes < _READ_BYTES:
         return entry.size_bytes
     return min(entry.size_bytes, 512 * os.lstat(os.path.join(os.fsencode(host), path)).st_blocks)
 
 
 class _Match(Struct, frozen=True):
-    """A file's content, in the base."""
+    """Place of a file's content in the base."""
 
     number: int
-    """The number of the inode in the base."""
+    """Number of the inode in the base."""
     digest: bytes
-    """The digest of the file itself."""
+    """Digest of the new file."""
     status: os.stat_result
     head: bytes = b""
-    """The file's first bytes, where those in the base are others."""
+    """First bytes of the new file, if those in the base differ."""
 
     def places(self, base: Tree) -> list[Place]:
-        """Returns the places of all bytes but the head."""
+        """Return the places of all bytes except the head."""
         return list(_behind(len(self.head), base.extents(self.number)))
 
 
@@ -182,7 +181,7 @@ def _find_same(
     sizes = set()
     for number in range(base.inode_count):
         inode = base.inode(number)
-        # Of files with holes a restored one should have the same.
+        # A file with holes is stored anew, so that the restored file has the same holes.
         if inode.digest and sum(one.length for one in inode.extents) == inode.size_bytes > 0:
             known.setdefault(inode.digest, number)
             sizes.add(inode.size_bytes)

@@ -1,9 +1,10 @@
 """Targets of a set-up on this node: locks, users, and the snapshots that they hold.
 
-`locked` holds a target's lock alone and the locks of the directories above it shared. The locks are
-flock(2), and a set-up's command inherits them, so that it keeps them if the process that started it
-is killed. `note_user` records that a job runs on a target. `remember` and `load_state` record which
-snapshot a target holds; such a state counts only if a fresh scan gives exactly what was recorded.
+`locked` holds the lock of a target exclusively, and the locks of the directories above it shared.
+The locks are flock(2), and a set-up's command inherits them, so that it keeps them if the process
+that started it is killed. `note_user` records that a job runs on a target. `remember` and
+`load_state` record which snapshot a target holds; such a state is used only if a fresh scan gives
+the recorded fingerprint.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def shown_paths(paths: Sequence[bytes]) -> str:
-    """Paths as shown to people."""
+    """Return paths as one text for messages."""
     return ", ".join(os.fsdecode(path) if path.isascii() else text_of(path) for path in paths)
 
 
@@ -49,7 +50,7 @@ _FD_MIN = 40
 
 
 def _record_path(run_dir: Path, target: Path) -> Path:
-    """Returns the path, without suffix, of this node's records of a target (a host path)."""
+    """Return the path, without suffix, of this node's records of a target (a host path)."""
     return run_dir / _FOLDER / hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
 
 
@@ -63,8 +64,8 @@ def locked(
 ) -> Iterator[tuple[int, ...]]:
     """Hold the locks of all `targets` (host paths) of this node; yield their descriptors.
 
-    A command that changes the targets is to inherit the descriptors. `report` is told the holder of
-    a lock, if the wait takes long.
+    A command that changes the targets must inherit the descriptors. During a long wait, `report`
+    gets a sentence that names the holder of the lock.
 
     Raises: BusyError if another process holds a lock for longer than `deadline_s`, or a process
     that this one descends from holds it.
@@ -78,7 +79,7 @@ def locked(
     fds: list[int] = []
     with ExitStack() as stack:
         above = {parent for target in targets for parent in target.parents}
-        # Always in the same order, so that two with overlapping targets cannot wait in a circle.
+        # Always in the same order, so that two set-ups with overlapping targets cannot deadlock.
         for target in sorted(above.union(targets)):
             is_shared = target not in targets
             path = _record_path(run_dir, target).with_suffix(".lock")
@@ -88,7 +89,7 @@ def locked(
                 raise from_oserror(error, f"open the lock {path}") from error
             stack.callback(os.close, fd)
             _take(fd, path, target, end, report, is_shared=is_shared)
-            # For all copies of the descriptor, in whatever process: flock(2).
+            # flock(2): this unlocks all copies of the descriptor, in all processes.
             stack.callback(unlock, fd)
             fds.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FD_MIN))
             stack.callback(os.close, fds[-1])
@@ -124,7 +125,7 @@ def _take(
 
 
 def _holders(path: Path) -> list[int]:
-    """The other processes that have the lock file open, as far as this user may know."""
+    """Return the other processes that have the lock file open, among those visible to this user."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -142,17 +143,17 @@ def _name(holders: Sequence[int]) -> str:
 
 
 class State(Struct, frozen=True):
-    """A target as a set-up or a restore left it."""
+    """Record of a target's contents after a set-up or a restore."""
 
     fingerprint: str
-    """The snapshot that it holds."""
+    """Key of the snapshot that the target holds."""
     base: str
-    """What was there before (`scan.base_digest`)."""
+    """Digest of the former contents (`scan.base_digest`)."""
     exact: str
-    """What is there now (`tree_fingerprint.fingerprint_of_scan`)."""
+    """Fingerprint of the present contents (`scan.fingerprint_of_scan`)."""
     boot_id: str
-    """After a crash of the node files may be shorter than their sizes tell: another boot's state
-    is not trusted."""
+    """Boot in which the record was made. A record of an earlier boot is not used: after a crash,
+    files may lack data that their sizes announce."""
 
 
 _FORM: DocumentFormat[State] = DocumentFormat(type=State, versions=(2,), size_max=64 * 1024)
@@ -172,7 +173,7 @@ def load_state(cache_dir: Path, target: Path, scanned: Scan) -> State | None:
 
 
 def was_empty(cache_dir: Path, target: Path) -> bool:
-    """Whether a set-up has made `target` (a host path) whole, as far as this node knows."""
+    """Return whether `target` (a host path) is recorded as empty before its set-up."""
     state = read_private_file(_file(cache_dir, target), _FORM)
     return state is not None and state.base == NOTHING
 
@@ -182,8 +183,8 @@ def remember(settings: Settings, root: Path) -> Callable[[Path, str, str, str], 
 
     Its arguments: target, fingerprint, base, tree fingerprint.
 
-    An empty tree fingerprint stands for that of the tree that is in place now. The function does
-    nothing for a root other than this host's, which is gone after the job.
+    For an empty tree fingerprint, the function scans the target. It does nothing if `root` is not
+    this host's root, since another root is gone after the job.
     """
 
     def save(target: Path, fingerprint: str, base: str, tree_fingerprint: str) -> None:
@@ -195,19 +196,19 @@ def remember(settings: Settings, root: Path) -> Callable[[Path, str, str, str], 
 
 
 def _save_state(cache_dir: Path, target: Path, state: State) -> None:
-    """Never raises: it is only a hint."""
+    """Write the record of a target's contents. Never raises: without a record, a scan decides."""
     path = _file(cache_dir, target)
     with contextlib.suppress(OSError, BootseerError):
         write_private_file(path, _FORM.encode(state))
 
 
 _SUFFIX = ".users"
-# In a target's folder, a link that says which target that is.
+# Name of a link in the folder of a target's users; it leads to the target.
 _TARGET = "target"
 
 
 def note_user(run_dir: Path, targets: Iterable[Path]) -> None:
-    """This process uses the targets (host paths) from now on. Never raises."""
+    """Record this process as a user of the targets (host paths). Never raises."""
     for target in targets:
         folder = _folder(run_dir, target)
         try:
@@ -221,7 +222,7 @@ def note_user(run_dir: Path, targets: Iterable[Path]) -> None:
 
 
 def other_users(run_dir: Path, targets: Iterable[Path]) -> dict[Path, int]:
-    """Return target -> a process of another job that uses it, or a directory in it or above it.
+    """Return target -> a process of another job that uses it, or a directory inside or above it.
 
     Processes that this one descends from are of the same job.
     """
@@ -243,7 +244,7 @@ def other_users(run_dir: Path, targets: Iterable[Path]) -> dict[Path, int]:
 
 
 def check_unused(run_dir: Path, targets: Iterable[Path]) -> None:
-    """Raises: BusyError where a job uses one of the targets."""
+    """Raise BusyError if another job uses one of the targets."""
     for target, pid in other_users(run_dir, targets).items():
         raise BusyError(
             f"{target} is in use by process {pid}, a job on this node; wait for its end, or choose "
