@@ -13,7 +13,7 @@ from bootseer.snapshots.key_parts import SECRETS, Part, fingerprint
 from bootseer.snapshots.shown import hidden_atoms, shown_command, shown_script, shown_values
 
 _DEFAULT_VARIABLE = re.compile(r"(PIP|UV|CONDA)_[A-Z_]*(URL|URLS|CHANNELS|INDEX|INDEXES)")
-# Options of pip and uv that decide what is installed, or where, like those on the command line.
+# Variables for options of pip and uv that decide what is installed, or where.
 _OPTION_VARIABLES = {
     *(f"PIP_{name}" for name in ("TARGET", "PREFIX", "ROOT", "USER", "PRE", "NO_DEPS")),
     *("PIP_NO_BINARY", "PIP_ONLY_BINARY", "PIP_PREFER_BINARY"),
@@ -21,11 +21,11 @@ _OPTION_VARIABLES = {
     *("UV_RESOLUTION", "UV_PRERELEASE", "UV_EXCLUDE_NEWER", "UV_NO_BINARY", "UV_NO_BUILD"),
 }
 SET, UNSET = "set", "unset"
-"""The two values of a declared variable in a fingerprint."""
+"""Values of the part for a declared variable."""
 
 
 class Public(Struct, frozen=True):
-    """Parts that every reader of the store may see, and what decides the result beside them."""
+    """Parts that every reader of the store may see, and secrets that decide the result as well."""
 
     parts: tuple[Part, ...]
     secrets: tuple[str, ...]
@@ -34,8 +34,8 @@ class Public(Struct, frozen=True):
 def command_part(command: Sequence[str], environ: Mapping[str, str] | None = None) -> Public:
     """Return the set-up command as JSON, with only the words that may be shown.
 
-    `environ`: its environment, whose secrets are hidden wherever the command has them. Users in
-    URLs do not decide at all.
+    `environ`: the command's environment, whose secrets are hidden in the command. Users in URLs are
+    left out.
     """
     words, hidden = shown_command(command, secret_values(environ or {}))
     return Public((Part("command", json.dumps(words, ensure_ascii=True)),), hidden)
@@ -66,10 +66,10 @@ def decides(name: str) -> bool:
 
 
 def variable_parts(environ: Mapping[str, str], names: Iterable[str]) -> Public:
-    """Parts of the declared variables, and of pip's and uv's own that name an index or an option.
+    """Return parts for declared variables, and for those of pip and uv with an index or an option.
 
-    A declared value may be a secret, so the part only says that there is one; an index URL is kept
-    without its user, which changes more often than what the index serves.
+    A declared value may be a secret, so its part only says whether it is set. An index URL is kept
+    without its user, which may change without another result.
     """
     parts = {}
     secrets: list[str] = []

@@ -1,9 +1,9 @@
-"""Reading of a set-up's command: input files, directories, and what stays open.
+"""Reading of a set-up's command: input files, directories, and programs that are not understood.
 
 Reads the words of a command line and of its shell scripts; runs and opens nothing. The findings are
-hints: `inputs` and `targets` compare them with the file system, and the user is told what they use.
-A closed list of forms is understood. Everything else is named in `Hints.opaque`, since nobody knows
-what it reads; that is never an error. Pure.
+hints: `inputs` and `target_inference` compare them with the file system, and the user is told which
+of them are used. A closed list of forms is understood. Everything else is named in `Hints.opaque`,
+since its inputs are unknown; that is never an error. Pure.
 
 The tables: wrappers such as `sudo` and `timeout`, programs that handle files, and the tools that
 make environments (pip, uv, conda, poetry, pdm, venv).
@@ -39,51 +39,52 @@ class Hints(Struct, frozen=True):
     """Hints from the words of a set-up command. Paths are as written, relative ones included."""
 
     python_words: tuple[str, ...] = ()
-    """Programs that are, or live beside, the interpreter in use: "python3", "/opt/v/bin/pip"."""
+    """Programs that are the interpreter in use, or lie beside it: "python3", "/opt/v/bin/pip"."""
     environment_dirs: tuple[str, ...] = ()
     """Environments that the command makes or activates."""
     install_dirs: tuple[str, ...] = ()
-    """Given with --target or --prefix."""
+    """Values of --target and --prefix."""
     files: tuple[str, ...] = ()
     """Words that may be input files or directories."""
     link_dirs: tuple[str, ...] = ()
     """Folders of wheels (--find-links)."""
     uses_pip: bool = False
-    """Installs into the environment of the interpreter in use."""
+    """Whether the command installs into the environment of the interpreter in use."""
     uses_user_site: bool = False
-    """`pip install --user`."""
+    """Whether the command is `pip install --user`."""
     uses_uv: bool = False
-    """`uv pip`, which prefers the active environment to the interpreter on PATH."""
+    """Whether the command is `uv pip`, which prefers the active environment to PATH."""
     projects: tuple[tuple[str, str], ...] = ()
-    """"uv", "poetry" or "pdm", and the folder of the project whose environment it fills."""
+    """Projects whose environment is filled: "uv", "poetry" or "pdm", and the project's folder."""
     uses_conda: bool = False
-    """Changes the active conda environment."""
+    """Whether the command changes the active conda environment."""
     names_conda_environment: bool = False
-    """Changes one that is given by its name, which only conda's settings lead to."""
+    """Whether the command changes a conda environment that is given by name: only conda knows its
+    path."""
     requirement_files: tuple[str, ...] = ()
-    """The `files` that are lists of requirements or constraints."""
+    """Members of `files` that are lists of requirements or constraints."""
     indexed_files: tuple[str, ...] = ()
-    """The `requirement_files` whose requirements are looked up in an index."""
+    """Members of `requirement_files` whose requirements are looked up in an index."""
     requirements: tuple[str, ...] = ()
     """Words that are looked up in an index, unless they name a file."""
     lock_files: tuple[str, ...] = ()
-    """The `files` without which everything is looked up anew."""
+    """Members of `files` that fix all versions; without them, versions are looked up."""
     spec_files: tuple[str, ...] = ()
-    """The `files` that are conda's lists."""
+    """Members of `files` that are lists of conda packages."""
     scripts: tuple[str, ...] = ()
-    """Files of `files` that a shell runs or reads."""
+    """Members of `files` that a shell runs or reads."""
     programs: tuple[str, ...] = ()
-    """Programs of which nothing is known; with a "/" in `files`, too."""
+    """Unknown programs; those with a "/" are in `files` as well."""
     opaque: tuple[str, ...] = ()
-    """What is run without being understood, for people."""
+    """Programs and scripts that are run without being understood, for people."""
     tools: tuple[str, ...] = ()
-    """The tools whose settings decide: "pip", "uv", "conda"."""
+    """Tools whose settings decide the result: "pip", "uv", "conda"."""
     words: tuple[str, ...] = ()
-    """Words that count if they name a file. A directory that they name does not."""
+    """Words that are inputs if they name a file, and not if they name a directory."""
     folders: tuple[str, ...] = ()
-    """Words that count if they name a directory. A file of that name is made by the command."""
+    """Words that are inputs if they name a directory; the command makes a file of that name."""
     tested: tuple[str, ...] = ()
-    """Files of which only it counts whether they are there, and of what kind."""
+    """Files whose existence and kind are inputs, not their contents."""
     variables: tuple[str, ...] = ()
     """Variables that the command takes from its environment."""
     directories: tuple[str, ...] = ()
@@ -161,12 +162,12 @@ def moved_to(hints: Hints, directory: str) -> Hints:
     )
 
 
-# Modules of Python that read what they are given, at most.
+# Modules of Python that read no other files than those that their arguments name.
 _OWN_MODULES = {"venv", "virtualenv", "ensurepip", "compileall", "site", "sysconfig"}
-# Variables of the shell for its working directory: paths are relative to that here.
+# Variables of the shell for its working directory, to which paths here are relative.
 _OWN_FOLDERS = {"PWD": ".", "OLDPWD": COMPUTED}
 _DECLARE = {"export", "local", "declare", "readonly", "typeset"}
-# Variables that decide which programs run, or what these load.
+# Variables that decide which programs run, or which code programs load.
 _SEARCH_VARIABLES = {
     *("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "BASH_ENV", "ENV", "IFS"),
     *("HOME", "CDPATH", "PWD"),
@@ -205,17 +206,17 @@ class _State(Struct):
 
     directory: str = ""
     bound: set[str] = field(default_factory=set)
-    """Variables that the script has set for certain."""
+    """Variables that the script has certainly set."""
     made: set[str] = field(default_factory=set)
-    """Files that the script has made for certain, whatever was there before."""
+    """Files that the script has certainly made or replaced."""
 
     def copy(self) -> "_State":
-        """Return a copy that changes by itself."""
+        """Return an independent copy."""
         return _State(self.directory, set(self.bound), set(self.made))
 
 
 class _Reader:
-    """Goes through a script in its order."""
+    """Reader of a script, which collects the hints of its commands in order."""
 
     def __init__(self, parent: "_Reader | None" = None) -> None:
         self._found: list[Hints] = []
@@ -227,7 +228,7 @@ class _Reader:
 
     @property
     def hints(self) -> Hints:
-        """The hints found by now."""
+        """Hints found so far."""
         return merged(*self._found)
 
     def add(self, hints: Hints) -> None:
@@ -240,7 +241,7 @@ class _Reader:
         self.add(Hints(opaque=(what,)))
 
     def script(self, text: str, *, is_output_used: bool = False) -> None:
-        """Go through the text of a script."""
+        """Add the hints of the text of a script."""
         if self._depth > _DEPTH_MAX:
             self.opaque("a script in a script in a script")
             return
@@ -301,7 +302,7 @@ class _Reader:
         return self._state.directory
 
     def _end_chain(self, first: _State) -> None:
-        """End a list of `&&` and `||`: what only its later commands did is not certain."""
+        """End a list of `&&` and `||`: only the effects of its first command are certain."""
         self._state = _State(self._state.directory, set(first.bound), set(first.made))
 
     def _leave(self, before: _State) -> None:
@@ -310,7 +311,7 @@ class _Reader:
             self.opaque("a cd that may not happen")
 
     def _collect(self, events: Iterable[Simple | Block]) -> None:
-        """Note all values that the script's variables take, and the names of its functions."""
+        """Note all values of the script's variables, and the names of its functions."""
         for event in events:
             if isinstance(event, Block):
                 if event.kind == "function":
@@ -370,7 +371,7 @@ class _Reader:
             self._state.made.add(_place(self._directory, path))
 
     def _inner(self, token: Token) -> None:
-        """Go through the scripts in a word, and note the variables that come from outside."""
+        """Add the hints of the scripts in a word, and note the variables that come from outside."""
         free = [name for name in token.variables if name not in self._state.bound]
         self.add(Hints(variables=tuple(free)))
         for text in token.scripts:
@@ -379,7 +380,7 @@ class _Reader:
             self.add(inner.hints)
 
     def _spread(self, token: Token) -> list[str]:
-        """Return all values that a word may have, as far as the script tells."""
+        """Return all values that the script may give to a word."""
         return self._values(token.text, ()) or [COMPUTED]
 
     def _values(self, word: str, within: tuple[str, ...]) -> list[str]:
@@ -425,13 +426,13 @@ class _Reader:
             self.opaque(name)
 
     def _is_search_path(self, values: Sequence[str], name: str) -> bool:
-        """Return whether a value adds nothing but folders of environments that are made here."""
+        """Return whether a value adds only folders of environments that the script makes."""
         made = {f"{one}/bin" for found in self._found for one in found.environment_dirs}
         parts = {part for value in values for part in value.split(":")}
         return name == "PATH" and parts <= made | {variable(name)}
 
     def _note(self, hints: Hints) -> None:
-        """Add hints whose paths may be made by the script itself."""
+        """Add hints; paths that the script itself has made are no inputs."""
         directory = self._directory
         made = self._state.made
         if made:
@@ -464,7 +465,7 @@ class _Reader:
         self.add(hints)
 
     def run(self, words: list[str], event: Simple) -> None:
-        """Go through one command, behind the wrappers in front of it."""
+        """Add the hints of one command, without the wrappers in front of it."""
         outer = _unwrapped(words)
         program_words = list(outer.words)
         for text in outer.assignments:
@@ -520,7 +521,7 @@ class _Reader:
 
 
 def _script_in(program: str, words: Sequence[str]) -> str | None:
-    """The text of a script among the words of a command."""
+    """Return the text of the script among the words of a command; None without one."""
     if program in SHELLS:
         return read_shell(words).script
     if program in ("su", "runuser") and "-c" in words[:-1]:
@@ -579,7 +580,7 @@ def _hints_of_simple(words: Sequence[str], *, shows: bool) -> Hints:
 
 
 def _checked(hints: Hints, program: str, words: Sequence[str]) -> Hints:
-    """Hints of a tool that installs, without what only a shell can tell."""
+    """Return the hints of a tool that installs; opaque, if only a shell can expand its words."""
     what = [word for word in words[1:] if COMPUTED in word or word.startswith(_STREAMS)]
     lists = [*hints.requirement_files, *hints.spec_files]
     what += [one for one in lists if one in ("-", "") or ("://" in one and "file:///" not in one)]
@@ -620,7 +621,7 @@ def _hints_of_python(program: str, words: Sequence[str]) -> Hints:
 
 
 def _hints_of_packages(program: str, words: Sequence[str]) -> Hints | None:
-    """The hints of a tool that makes or fills an environment; None for any other program."""
+    """Return the hints of a tool that makes or fills an environment; None for other programs."""
     if program in _PROJECT_TOOLS and (hints_or_none := _hints_of_project(program, list(words))):
         return hints_or_none
     if program == "uv" and len(words) > 1 and words[1] in ("pip", "venv"):
@@ -628,12 +629,12 @@ def _hints_of_packages(program: str, words: Sequence[str]) -> Hints | None:
             directories = _positional(words[2:], _VENV_VALUE_OPTIONS) or [".venv"]
             return Hints(("python3",), (directories[0],), tools=("uv",))
         hints = _hints_of_package_tool("pip", "python3", list(words[2:]))
-        # Told which interpreter, it does not look for an active environment.
+        # With a named interpreter, uv does not look for an active environment.
         is_told = "--system" in words or bool(_option_values(words, _PYTHON_OPTIONS))
         return replace(hints, uses_uv=not is_told, tools=("uv",))
     if program in _PROJECT_TOOLS and words[1:2] == ["run"] and len(words) > 2:
         inner = _hints_of_simple(words[2:], shows=False)
-        # It brings the project's environment up to date before.
+        # `run` first updates the project's environment.
         opaque = (*inner.opaque, f"{program} run")
         return replace(inner, tools=("uv",) if program == "uv" else (), opaque=opaque)
     return (
@@ -644,7 +645,7 @@ def _hints_of_packages(program: str, words: Sequence[str]) -> Hints | None:
 
 
 def _module(words: Sequence[str]) -> tuple[str, list[str]] | None:
-    """("pip", arguments) of "python -I -m pip ..."; None where a script is run."""
+    """Return ("pip", arguments) for "python -I -m pip ..."; None if a script is run."""
     for i, word in enumerate(words[1:], 1):
         if word == "-m":
             return (words[i + 1], list(words[i + 2 :])) if i + 1 < len(words) else None
@@ -657,15 +658,15 @@ _BUILTINS = {"builtin", "nohup", "unbuffer", "catatonit", "command", "exec"}
 
 
 class _Wrapper(Struct, frozen=True):
-    """The options that a wrapper is known to have, without those that run something else."""
+    """Known options of a wrapper, without options that run another program."""
 
     values: frozenset[str] = frozenset()
     """Options that take a value."""
     flags: frozenset[str] = frozenset()
     own_count: int = 0
-    """How many words of its own come before the command."""
+    """Number of the wrapper's own words before the command."""
     written: frozenset[str] = frozenset()
-    """Options whose value names a file that is written; "" for its own words."""
+    """Options whose value names a file that is written; "" stands for the wrapper's own words."""
     directories: frozenset[str] = frozenset()
     """Options whose value is the directory in which the command runs."""
 
@@ -735,17 +736,17 @@ _WRAPPERS = {
 
 
 class _Unwrapped(Struct, frozen=True):
-    """A command without the wrappers in front of it."""
+    """Command without the wrappers in front of it."""
 
     words: tuple[str, ...]
     assignments: tuple[str, ...] = ()
-    """What `env` and `sudo` set for it."""
+    """Assignments of `env` and `sudo` for the command."""
     own_words: tuple[str, ...] = ()
-    """Words of the wrappers that may name files which they read."""
+    """Words of the wrappers that may name files to read."""
     written: tuple[str, ...] = ()
     """Files that the wrappers write."""
     directories: tuple[str, ...] = ()
-    """The directories that they enter, in this order."""
+    """Directories that the wrappers enter, in order."""
     opaque: tuple[str, ...] = ()
     """Wrappers that were not understood."""
 
@@ -764,7 +765,7 @@ def _unwrapped(words: Sequence[str]) -> _Unwrapped:
         if wrapper is None or (name == "command" and rest[1:2] in (["-v"], ["-V"])):
             break
         if name == "xargs":
-            opaque.append(name)  # its input becomes words
+            opaque.append(name)  # a program that turns its input into words
         rest = rest[1:]
         while rest and rest[0].startswith("-"):
             option, rest = rest[0], rest[1:]
@@ -796,7 +797,7 @@ def _unwrapped(words: Sequence[str]) -> _Unwrapped:
 
 
 def _option(word: str, wrapper: _Wrapper) -> tuple[str | None, str | None]:
-    """Return (option, its value in the same word); (None, None) for an option that is not known."""
+    """Return (option, value in the same word); (None, None) for an unknown option."""
     if word.startswith("--"):
         name, equals, value = word.partition("=")
         is_known = name in wrapper.values or name in wrapper.flags
@@ -816,17 +817,17 @@ def _set(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-# Programs whose words name nothing that they read.
+# Programs whose words name no file that is read.
 _READS_NOTHING = _set("""
     mkdir rm rmdir touch chmod chown chgrp truncate sync echo printf true false : exit return unset
     umask ulimit wait shift exec which type hash sleep date id whoami uname dirname basename mktemp
     nproc deactivate hostname shopt export local readonly declare typeset read tee pwd command
     let break continue
     """)
-# Programs that show what is there: nobody knows what, where something reads it.
+# Programs that show the state of the machine; if their output is used, their input is unknown.
 _SHOWS = _set("ls du df stat ps free uptime tty file jobs readlink realpath printenv groups")
 _CHECKSUMS = "md5sum sha1sum sha224sum sha256sum sha384sum sha512sum b2sum cksum"
-# Programs that read files among their words, and the options with which they read others, too.
+# Programs that read the files among their words, and the options that make them read others.
 _READERS: dict[str, str] = {
     **dict.fromkeys(_set("cat head tac nl cut tr paste join comm cmp fold fmt expand"), ""),
     **dict.fromkeys(_set("base64 od xxd hexdump strings rev column zcat bzcat xzcat"), ""),
@@ -838,7 +839,7 @@ _READERS: dict[str, str] = {
     "diff": "--to-file --from-file",
     "set": "",
 }
-# Options of `grep` and the like that take a value, so that letters behind them are no options.
+# Letters of options with a value, behind which no further letter is an option.
 _LETTER_VALUES = {
     "grep": "eABCfm",
     "egrep": "eABCfm",
@@ -851,18 +852,18 @@ _TESTS = _set(
     "-n -z = == != =~ -eq -ne -lt -le -gt -ge ! -o && || ( ) < > -v [ [[ ] ]] -t -k -u -g"
 )
 _TAR_RUNS = ("-T", "--files-from", "-I", "--use-compress-program", "--to-command", "--checkpoint")
-# Commands of sed that read and write nothing but the stream: "1d", "/x/,$p", "s/a/b/g".
+# Commands of sed that use only the stream: "1d", "/x/,$p", "s/a/b/g".
 _ADDRESS = r"(?:\d+|\$|/(?:[^/\\]|\\.)*/)"
 _SED_COMMAND = re.compile(
     rf"(?:{_ADDRESS}(?:,{_ADDRESS})?)?\s*!?\s*"
     r"(?:[dDpPqQ=]|s([/|,#:@])(?:(?!\1)[^\\]|\\.)*\1(?:(?!\1)[^\\;]|\\.)*\1[gpiI\d]*)",
     re.DOTALL,
 )
-# So many options are looked at in one word, as in "-xzf".
+# Limit for the options in one word, such as "-xzf".
 _LETTERS_MAX = 6
-# In front of "t", the folder that is copied to, as in "cp -at".
+# Options in one word with "-t", the target folder, such as "cp -at".
 _COPY_LETTERS = re.compile(r"-([abcdfilnprsuvxCDHLPRTZ]+)(t.*)", re.DOTALL)
-# Options of programs that nobody knows, and names of files, that tell that a file is written.
+# Options of unknown programs, and names of files, which show that a file is written.
 _WRITTEN_OPTION = re.compile(r"--?\w*-?(o|out|output|log|logs|logfile|report|trace)(-\w+)?")
 _WRITTEN_NAME = re.compile(r".*\.(log|out|err|pid|lock)")
 _LOCK_FILE = re.compile(
@@ -871,14 +872,14 @@ _LOCK_FILE = re.compile(
 
 
 class _Words(Struct, frozen=True):
-    """Words that are no options, and the values of options, as (option, value)."""
+    """Words of a command: those that are no options, and options as (option, value)."""
 
     plain: tuple[str, ...]
     values: tuple[tuple[str, str], ...]
 
 
 def _option_values(words: Sequence[str], options: set[str]) -> list[str]:
-    """The values of `options`, given as "-r x", "-rx" or "--requirement=x"."""
+    """Return the values of `options`, given as "-r x", "-rx" or "--requirement=x"."""
     values = []
     for i, word in enumerate(words):
         if word in options:
@@ -894,7 +895,7 @@ def _option_values(words: Sequence[str], options: set[str]) -> list[str]:
 
 
 def _positional(words: Sequence[str], value_options: set[str]) -> list[str]:
-    """The words that are no options and no values of `value_options`."""
+    """Return the words that are neither options nor values of `value_options`."""
     found = []
     skip = False
     for word in words:
@@ -929,15 +930,15 @@ def _named_words(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _glued_values(word: str) -> list[str]:
-    """Return possible values of an option in "-fx", and in "-qrx", where letters come before it."""
+    """Return possible values of an option in one word: "-fx", or "-qrx" with letters before it."""
     letters = re.match(rf"-[A-Za-z]{{1,{_LETTERS_MAX}}}", word)
     return [word[at:] for at in range(2, letters.end() + 1) if word[at:]] if letters else []
 
 
 def _hints_of_file_tool(tool: str, words: Sequence[str], *, shows: bool = True) -> Hints | None:
-    """Return the hints of a program of the tables; None for any other.
+    """Return the hints of a program in the tables; None for other programs.
 
-    `shows`: the program's output goes to people.
+    `shows`: whether the program's output is only shown.
     """
     computed = any(COMPUTED in word for word in words)
     if tool in _READS_NOTHING:
@@ -990,7 +991,7 @@ def _hints_of_unknown(program: str, words: Sequence[str]) -> Hints:
 
 
 def _made_by(tool: str, words: Sequence[str]) -> tuple[str, ...]:
-    """Return the files that a program of the tables makes anew, in place of older ones."""
+    """Return the files that a program in the tables makes or replaces."""
     if tool == "tee":
         return (
             tuple(_positional(words, set())) if not {"-a", "--append"}.intersection(words) else ()
@@ -1026,7 +1027,7 @@ def _has_option(words: Sequence[str], options: Sequence[str], letter_values: str
 
 
 def _hints_of_test(tool: str, words: Sequence[str]) -> Hints | None:
-    """`test -f FILE`: that a file is there decides."""
+    """Return the hints of `test -f FILE`: the existence of a file decides."""
     tested: list[str] = []
     for i, word in enumerate(words):
         if word in _TEST_FILES:
@@ -1040,7 +1041,7 @@ def _hints_of_test(tool: str, words: Sequence[str]) -> Hints | None:
 
 
 def _hints_of_copy(tool: str, words: Sequence[str]) -> Hints | None:
-    """`cp SOURCE... TARGET`: the sources are read."""
+    """Return the hints of `cp SOURCE... TARGET`: the sources are read."""
     words = _apart(words)
     if tool == "install" and {"-d", "--directory"}.intersection(words):
         return Hints()
@@ -1055,7 +1056,7 @@ def _hints_of_copy(tool: str, words: Sequence[str]) -> Hints | None:
 
 
 def _apart(words: Sequence[str]) -> list[str]:
-    """Words of `cp` and the like with "-at" as "-a -t"."""
+    """Return the words of `cp` and similar programs with "-at" as "-a -t"."""
     found: list[str] = []
     for word in words:
         match = _COPY_LETTERS.fullmatch(word)
@@ -1064,7 +1065,7 @@ def _apart(words: Sequence[str]) -> list[str]:
 
 
 def _hints_of_tar(words: Sequence[str]) -> Hints:
-    """`tar -xf FILE` reads one file; all else that a word names is packed."""
+    """Return the hints of tar: `tar -xf FILE` reads one file; otherwise files are packed."""
     first = words[0] if words else ""
     extracts = "x" in first.lstrip("-") and not first.startswith("--")
     if extracts or {"-x", "--extract", "--get"}.intersection(words):
@@ -1074,7 +1075,7 @@ def _hints_of_tar(words: Sequence[str]) -> Hints:
 
 
 def _hints_of_sed(words: Sequence[str]) -> Hints | None:
-    """`sed 1d FILE`: only scripts are understood that touch nothing but the stream."""
+    """Return the hints of `sed 1d FILE`; None for a script that uses more than the stream."""
     scripts = _option_values(words, {"-e", "--expression"})
     plain = _positional(words, {"-e", "--expression", "-f", "--file", "-l"})
     if _option_values(words, {"-f", "--file"}):
@@ -1095,7 +1096,7 @@ def _hints_of_sed(words: Sequence[str]) -> Hints | None:
 
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
 _PIP = re.compile(r"pip(\d+(\.\d+)?)?")
-# Options of pip, uv, conda and friends whose value is a file that decides what is installed.
+# Options of pip, uv, conda and others whose value is a file that decides what is installed.
 _FILE_OPTIONS = {
     "-r",
     "--requirement",
@@ -1112,7 +1113,7 @@ _FILE_OPTIONS = {
 }
 _REQUIREMENT_OPTIONS = {"-r", "--requirement", "--requirements"}
 _LINKS_OPTIONS = {"-f", "--find-links"}
-# Options of `pip install` that take a value which is no requirement.
+# Options of `pip install` whose value is no requirement.
 _PIP_VALUE_OPTIONS = {
     "-i",
     "--index-url",
@@ -1147,9 +1148,9 @@ _PIP_VALUE_OPTIONS = {
 }
 # Options of `venv` and `virtualenv` that take a value.
 _VENV_VALUE_OPTIONS = {"--prompt", "-p", "--python", "--upgrade-deps", "--app-data", "--seeder"}
-# Options of uv's and pip's installers that name an interpreter, or its environment.
+# Options of uv and pip that name an interpreter, or its environment.
 _PYTHON_OPTIONS = {"-p", "--python"}
-# Variables with files, separated by blanks, which pip and uv read like those that options name.
+# Variables of pip and uv with lists of files, separated by blanks.
 FILE_VARIABLES = (
     "PIP_REQUIREMENT",
     "PIP_CONSTRAINT",
@@ -1174,7 +1175,7 @@ _CONDA_VERBS = {"create", "install", "update", "upgrade", "remove", "uninstall",
 _CONDA_READS_NOTHING = {"list", "info", "clean", "search", "compare", "deactivate"}
 _TOOLS = {"venv", "virtualenv", "conda", "mamba", "micromamba"}
 _KNOWN = _FILE_OPTIONS | _PIP_VALUE_OPTIONS | _VENV_VALUE_OPTIONS
-# conda's own list, where `conda env` is given none.
+# Lists that `conda env` reads by default.
 _CONDA_LISTS = ("environment.yml", "environment.yaml")
 _PIP_INSTALLS = {"install", "sync"}
 _PIP_READS_NOTHING = {"list", "check", "freeze", "show", "cache", "config", "debug", "inspect"}
@@ -1194,7 +1195,7 @@ def _hints_of_project(tool: str, words: list[str]) -> Hints | None:
         return None
     folder = (_option_values(words, options) or [""])[-1]
     files = tuple(posixpath.join(folder, name) for name in (lock, "pyproject.toml"))
-    # Without that, the project itself is only pointed to.
+    # Without --no-editable, the environment only refers to the project's folder.
     copied = (folder or ".",) if "--no-editable" in words else ()
     verb, *added = _positional(words[1:], options)
     version = (posixpath.join(folder, ".python-version"),) if tool == "uv" else ()
@@ -1204,14 +1205,14 @@ def _hints_of_project(tool: str, words: list[str]) -> Hints | None:
         files=(*files, *copied),
         words=(*version, *_named_words(words[1:])),
         link_dirs=tuple(_option_values(words, _LINKS_OPTIONS)) if tool == "uv" else (),
-        # A lock file says all; where there is none yet, `requirements` are the project's.
+        # A lock file fixes all versions; without one, the project's requirements decide.
         requirements=() if is_locked else (f"what {tool} {verb} asks for", *added),
         lock_files=files[:1] if verb in _LOCKED_VERBS else (),
         tools=("uv",) if tool == "uv" else (),
     )
     if "--active" in words:
         return replace(hints, uses_uv=True)
-    # "-g" is the Python on PATH, "--venv" one of pdm's own.
+    # "-g" is the Python on PATH, "--venv" an environment of pdm's own.
     elsewhere = tool == "pdm" and {"-g", "--global", "--venv"}.intersection(words)
     return replace(hints, projects=() if elsewhere else ((tool, folder),))
 
@@ -1222,10 +1223,10 @@ def _is_package_tool(tool: str) -> bool:
 
 
 def _hints_of_package_tool(tool: str, program: str, words: list[str]) -> Hints:
-    """The hints of `tool`, which runs in the interpreter of `program`, and the words behind it."""
-    # Options that are in no table may name files.
+    """Return the hints of `tool` with the arguments `words`, in the interpreter of `program`."""
+    # Unknown options may name files.
     odd = [word for word in words if word.startswith("-") and not _is_known(word)]
-    # Of several letters the last may have its value behind it.
+    # In a word of several letters, a value may follow the last option.
     with_value = _FILE_OPTIONS | _PIP_VALUE_OPTIONS
     odd += [one for one in words if re.match("-[A-Za-z]{2}", one) and one[:2] not in with_value]
     hints = _hints_of_tool(tool, program, words)
@@ -1284,7 +1285,7 @@ def _hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
     if tool in ("conda", "mamba", "micromamba"):
         prefixes = _option_values(words, {"-p", "--prefix"})
         changes = bool(_CONDA_VERBS.intersection(words[:1]))
-        # A new one without -p has a name, on the command line or in environment.yml.
+        # A new environment without -p has a name, on the command line or in environment.yml.
         is_named = bool(_option_values(words, {"-n", "--name"})) or "create" in words[:2]
         verbs = [word for word in words if not word.startswith("-")][:1]
         opaque = " ".join((tool, *verbs))

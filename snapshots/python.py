@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 30.0
 _OUTPUT_BYTES_MAX = 256 * 1024
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
-# The list of the host's shared libraries: written anew when one is installed.
+# List of the host's shared libraries, which is rewritten when one is installed.
 _LIBRARIES = "/etc/ld.so.cache"
 _DECIDING = ("HOME", "LD_LIBRARY_PATH", "__PYVENV_LAUNCHER__")
 # Runs on any Python 3; -I would hide a PYTHONPATH that the command sees, so it is not used.
@@ -51,20 +51,20 @@ print(json.dumps({
 
 
 class Runner(Protocol):
-    """Runs a command where the job runs; `subprocess.run` is one."""
+    """Function that runs a command where the job runs, such as `subprocess.run`."""
 
     def __call__(
         self, args: Sequence[str], /, **options: Unpack[RunOptions]
     ) -> "subprocess.CompletedProcess[bytes]":
-        """Raises: OSError where the program cannot be started; TimeoutExpired."""
+        """Run a command. Raises: OSError if the program cannot be started; TimeoutExpired."""
         ...
 
 
 class Interpreter(Struct, frozen=True, kw_only=True):
-    """A Python, as it describes itself."""
+    """Python interpreter, as the probe describes it."""
 
     path: str = ""
-    """Where the job finds it."""
+    """Path inside the job's root."""
     implementation: str
     version: str
     abi: str
@@ -73,12 +73,12 @@ class Interpreter(Struct, frozen=True, kw_only=True):
     prefix: str
     base_prefix: str
     paths: Mapping[str, str]
-    """Paths of its default install scheme: purelib, platlib, scripts, data, include."""
+    """Paths of the default install scheme: purelib, platlib, scripts, data, include."""
     user_base: str
 
     @property
     def is_environment(self) -> bool:
-        """Whether it belongs to a virtual environment."""
+        """Whether the interpreter belongs to a virtual environment."""
         return self.prefix != self.base_prefix
 
     def parts(self) -> list[Part]:
@@ -108,10 +108,10 @@ _REMEMBERED: DocumentFormat[_Remembered] = DocumentFormat(
 
 
 def find_python(place: WorkingDirectory, words: Sequence[str], search_path: str) -> str | None:
-    """The interpreter that the programs in `words` run in, the first that exists; else PATH's.
+    """Return the interpreter of the first existing program in `words`; else PATH's; or None.
 
-    `pip` and other console scripts name theirs in their first line; where that line is a shell
-    (long paths, shims), the interpreter beside the script is taken.
+    `pip` and other console scripts name their interpreter in the first line. If that line names a
+    shell (long paths, shims), the interpreter beside the script is returned.
     """
     for word in (*words, "python3", "python"):
         program = find_program(place.root, word, search_path, place.directory)
@@ -142,7 +142,7 @@ def find_uv_environment(place: WorkingDirectory, environ: Mapping[str, str]) -> 
 
 
 def _shebang(script: Path) -> str:
-    """The Python that a script names in its first line, or ""."""
+    """Return the Python that a script names in its first line, or ""."""
     try:
         with script.open("rb") as file:
             line = file.readline(4096)
@@ -180,10 +180,10 @@ def probe(
 def remembered(
     folder: Path, python: str, environ: Mapping[str, str], ask: Callable[[], Interpreter | None]
 ) -> Interpreter | None:
-    """Return the answer of `python`, a program of this host, asked again if anything changed.
+    """Return the answer of `python`, a program of this host, from a file if nothing has changed.
 
-    That is the program, its environment or the host's libraries. An interpreter takes longer to
-    start than the rest of a start that finds everything in place.
+    `ask` is called if the program, its environment or the host's libraries have changed. Starting
+    an interpreter takes longer than the rest of a start that finds everything in place.
     """
     path = folder / f"{_digest(python)}.json"
     known_by = _known_by(python, environ)
@@ -219,8 +219,8 @@ def _stamp(path: str) -> str:
 
 
 def parse(path: str, output: bytes) -> Interpreter | None:
-    """The probe's answer, or None where it is not one. Pure."""
-    # A site's start-up files may print something in front.
+    """Return the probe's answer in `output`, or None if there is none. Pure."""
+    # A site's start-up files may print lines before the answer.
     last = output.rstrip().rpartition(b"\n")[2]
     try:
         return replace(_FORM.decode(last, path), path=path)

@@ -1,11 +1,11 @@
 """Relocation: an environment changed so that it works at another prefix.
 
-Three parts: what the bytes of a file become (`Prefix`), what installers recorded about files
-(RECORD of wheels, conda-meta), and the change of a staged tree (`relocate`). The first two are
-pure. The files of an environment fall in four kinds: files for which conda recorded the prefix,
-files in which installers write it, files that a package brought unchanged (never changed here), and
-all others, which are changed if they are text. Files are changed in place: owner, mode, time, links
-and attributes stay. No other process sees the staged tree, and a failure throws it away as a whole.
+Three parts: the change of a file's bytes (`Prefix`), the records of installers (RECORD of wheels,
+conda-meta), and the change of a staged tree (`relocate`). The first two are pure. An environment
+has four kinds of files: files for which conda recorded the prefix, files in which installers write
+it, files that a package brought unchanged (never changed here), and all others, which are changed
+if they are text. Files are changed in place: owner, mode, time, links and attributes stay. No other
+process sees the staged tree, and after a failure all of it is removed.
 """
 
 import base64
@@ -37,16 +37,16 @@ from bootseer.snapshots.staging import Placed, Restoration, one_directory, put_i
 from bootseer.store import Store
 
 # Linux before 5.1 reads 128 bytes of a script, its line end included (BINPRM_BUF_SIZE); pip and
-# conda go by that as well.
+# conda have the same limit.
 _SHEBANG_BYTES_MAX = 127
-# What shells, csh, fish, Python and `#!` lines all take without quotes: what the old prefix stood
-# in is not known to have any.
+# Characters that need no quotes in shells, csh, fish, Python and `#!` lines: the text around the
+# old prefix may have no quotes.
 _PLAIN = re.compile(r"/[A-Za-z0-9_/.+@=~-]*")
-# Bytes that go on with a name. A dot does where a name follows it, else it ends a sentence.
+# Bytes that continue a name. A dot continues it if a name follows; else it ends a sentence.
 _NAME = rb"A-Za-z0-9_\x80-\xff"
 _BEHIND = rb"(?![" + _NAME + rb"+~@-]|\.[" + _NAME + rb"])"
-# "/data/opt/env" does not hold "/opt/env", nor "/usr/bin/env" a prefix "/env"; but
-# "-L/opt/env/lib" does.
+# "/data/opt/env" does not contain the prefix "/opt/env", nor "/usr/bin/env" the prefix "/env";
+# "-L/opt/env/lib" contains "/opt/env".
 _BEFORE = rb"(?:(?<=-[BFILR])|(?<=-isystem)|(?<![" + _NAME + rb".+~@-]))"
 _PYTHON = re.compile(rb"(python|pypy)[0-9.]*t?")
 
@@ -59,7 +59,7 @@ class Prefix(Struct, frozen=True, dict=True):
 
     @cached_property
     def forms(self) -> dict[bytes, bytes]:
-        """Old prefix -> new prefix in each form that files have: plain, in URLs, in JSON."""
+        """Old prefix -> new prefix, in each form that occurs in files: plain, in URLs, in JSON."""
         found = {}
         for write in (quote, lambda text: json.dumps(text)[1:-1], lambda text: text):
             old, new = (
@@ -75,18 +75,18 @@ class Prefix(Struct, frozen=True, dict=True):
         return re.compile(_BEFORE + b"(" + forms + b")" + _BEHIND)
 
     def is_in(self, data: bytes) -> bool:
-        """Whether `data` holds the old prefix, not as a part of another path."""
+        """Return whether `data` contains the old prefix, not as a part of another path."""
         return self._pattern.search(data) is not None
 
     def text(self, data: bytes) -> bytes:
-        """Text with the new prefix."""
+        """Return a text with the new prefix."""
         return self._pattern.sub(lambda match: self.forms[match[1]], data)
 
     def binary(self, data: bytes, reserved_bytes: int) -> bytes | None:
         """Return a binary of the same size with the new prefix; None if there is no room.
 
-        `reserved_bytes` is the length of the prefix with which the binary was built: an installer
-        has put a shorter one in its place and filled the rest of the string with NULs.
+        `reserved_bytes` is the length of the prefix with which the binary was built: the installer
+        replaced it by a shorter one and filled the rest of the string with NULs.
         """
         one = re.compile(_BEFORE + re.escape(self.old) + _BEHIND)
         pieces = []
@@ -98,7 +98,7 @@ class Prefix(Struct, frozen=True, dict=True):
             replaced, count = one.subn(lambda _: self.new, data[start:end])
             spare = count * max(reserved_bytes - len(self.old), 0)
             filling = data[end + 1 : end + 1 + spare]
-            # Only what is there; the last NUL ends the string.
+            # The NULs that are there may be used, except the last one, which ends the string.
             end += len(filling) - len(filling.lstrip(b"\0"))
             if len(replaced) > end - start:
                 return None
@@ -108,10 +108,10 @@ class Prefix(Struct, frozen=True, dict=True):
         return b"".join(pieces)
 
     def script(self, data: bytes) -> bytes:
-        """Text with the new prefix, whose first line still names an interpreter.
+        """Return a text with the new prefix whose first line still names an interpreter.
 
-        Where it would be too long for the kernel a shell starts Python, as pip writes it, and
-        `env` finds any other.
+        If the line would be too long for the kernel, a shell starts Python, as in scripts of pip,
+        and `env` finds any other interpreter.
         """
         changed = self.text(data)
         line, _, rest = changed.partition(b"\n")
@@ -125,7 +125,7 @@ class Prefix(Struct, frozen=True, dict=True):
             return changed
         program, options = words[0], words[1:]
         if _PYTHON.fullmatch(posixpath.basename(program)):
-            # A string that Python skips and the shell executes.
+            # The line is a string for Python and a command for the shell.
             command = b" ".join([b"'''exec'", program, *options, b'"$0" "$@"'])
             return b"#!/bin/sh\n" + command + b"\n' '''\n" + rest
         found = [b"-S", posixpath.basename(program), *options]
@@ -134,7 +134,7 @@ class Prefix(Struct, frozen=True, dict=True):
     def link(self, path: bytes, target: bytes) -> bytes:
         """Return the target of a symbolic link at `path`, relative to the prefix.
 
-        It leads to the same place inside the prefix, or outside of it.
+        It leads to the same place as before, inside or outside the prefix.
         """
         if target == self.old or target.startswith(self.old + b"/"):
             return self.new + target[len(self.old) :]
@@ -150,7 +150,7 @@ class Prefix(Struct, frozen=True, dict=True):
 
 
 def prefix_of(old: bytes, new: str) -> Prefix:
-    """Raises: InvalidInputError for a new place that scripts cannot name without quotes."""
+    """Return the prefixes. Raises: InvalidInputError if `new` needs quotes in scripts."""
     if not _PLAIN.fullmatch(new) or new == "/":
         raise InvalidInputError(
             f"an environment cannot be moved to {new!r}: its scripts cannot name it; use a path of "
@@ -163,22 +163,22 @@ _DIGEST = re.compile(r"[a-z0-9]+=[A-Za-z0-9_=-]+")
 
 
 class Placeholder(Struct, frozen=True):
-    """A file in which conda has put the prefix in the place of a longer one."""
+    """File in which conda replaced a longer prefix by that of the environment."""
 
     is_binary: bool
     reserved_bytes: int
-    """Length of the prefix that the package was built with."""
+    """Length of the prefix with which the package was built."""
 
 
 class _Written(Struct, frozen=True):
-    """A file that relocation has changed."""
+    """New digest and size of a changed file."""
 
     sha256: bytes
     size_bytes: int
 
 
 def written(content: bytes) -> _Written:
-    """Return the record of a file of this content."""
+    """Return digest and size of the new content of a file."""
     return _Written(hashlib.sha256(content).digest(), len(content))
 
 
@@ -189,12 +189,12 @@ def _is_record(path: bytes) -> bool:
 
 
 def _is_conda_record(path: bytes) -> bool:
-    """Whether the file describes an installed conda package."""
+    """Return whether the file describes an installed conda package."""
     return path.startswith(b"conda-meta/") and path.endswith(b".json") and path.count(b"/") == 1
 
 
 def _listed(line: str) -> list[str]:
-    """The three fields of a line of a RECORD; empty where it has not got them."""
+    """Return the three fields of a line of a RECORD; empty for other lines."""
     try:
         fields = next(csv.reader([line.rstrip("\r\n")]), [])
     except csv.Error:
@@ -212,7 +212,7 @@ def _path_of(record: bytes, name: str) -> bytes:
 
 
 def _files_of_record(record: bytes, data: bytes) -> set[bytes]:
-    """The files that the RECORD at the path `record` lists."""
+    """Return the files that the RECORD at the path `record` lists."""
     lines = data.decode("utf-8", "surrogateescape").splitlines()
     return {_path_of(record, fields[0]) for fields in map(_listed, lines) if fields}
 
@@ -230,7 +230,7 @@ def relocated_record(
         new = changed.get(path)
         if fields and _DIGEST.fullmatch(fields[1]) and new is not None:
             digest = base64.urlsafe_b64encode(new.sha256).decode().rstrip("=")
-            name = line[: line.rindex(fields[1])]  # as it is, with its quotes and comma
+            name = line[: line.rindex(fields[1])]  # unchanged, with quotes and comma
             line_end = line[len(line.rstrip("\r\n")) :]
             line = f"{name}sha256={digest},{new.size_bytes}{line_end}"
         lines.append(line)
@@ -246,7 +246,7 @@ def _paths(document: Any) -> list[dict[str, Any]]:
 
 
 def _path_bytes(entry: Mapping[str, Any]) -> bytes:
-    """Half a surrogate pair is no byte of a path: it becomes one that no file has."""
+    """Return the path of an entry; for half a surrogate pair, a path that no file has."""
     try:
         return str(entry["_path"]).encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -261,7 +261,7 @@ def _decoded(data: bytes) -> Any:
 
 
 def placeholders_of(data: bytes) -> dict[bytes, Placeholder | None]:
-    """The files that a conda package brought, and those of them that hold the prefix."""
+    """Return the files of a conda package; a `Placeholder` for those that contain the prefix."""
     found: dict[bytes, Placeholder | None] = {}
     for entry in _paths(_decoded(data)):
         built = entry.get("prefix_placeholder")
@@ -276,7 +276,7 @@ def placeholders_of(data: bytes) -> dict[bytes, Placeholder | None]:
 def relocated_conda_record(
     data: bytes, changed: Mapping[bytes, _Written], removed: Set[bytes]
 ) -> bytes:
-    """A conda package's description with the hashes of `changed` files, without `removed` ones."""
+    """Return a conda package's record with hashes of `changed` files, without `removed` ones."""
     document = _decoded(data)
     is_changed = False
     for entry in _paths(document):
@@ -287,7 +287,7 @@ def relocated_conda_record(
         if "sha256_in_prefix" in entry:
             entry["sha256_in_prefix"] = new.sha256.hex()
         elif entry.get("path_type") == "unix_python_entry_point":
-            # Made at installation: nothing else is known of it.
+            # A script that conda made at installation, so there is only one hash.
             entry["sha256"] = new.sha256.hex()
             entry["size_in_bytes"] = new.size_bytes
     gone = {path.decode("utf-8", "surrogateescape") for path in removed}
@@ -301,8 +301,8 @@ def relocated_conda_record(
 
 
 _SCRIPT_DIRECTORIES = (b"bin", b"sbin", b"Scripts", b"condabin")
-# Written by pip, uv, venv, virtualenv, conda and the builders of editable installs; relative to
-# the environment, or the last name only.
+# Files that pip, uv, venv, virtualenv, conda and builders of editable installs write; paths
+# relative to the environment, or last names.
 _WRITTEN = re.compile(
     rb"(?:^|.*/)(?:pyvenv\.cfg|[^/]*\.pth|[^/]*\.egg-link|__editable__[^/]*\.py"
     rb"|[^/]*\.dist-info/direct_url\.json)|conda-meta/history|etc/conda/.*"
@@ -310,7 +310,7 @@ _WRITTEN = re.compile(
 
 
 class Brought(Struct, frozen=True):
-    """Files that packages list."""
+    """Files that packages list, and so brought to the environment."""
 
     by_wheels: Set[bytes]
     by_conda: Mapping[bytes, Placeholder | None]
@@ -319,14 +319,14 @@ class Brought(Struct, frozen=True):
 def _is_bytecode(path: bytes) -> bool:
     """Return whether a file is compiled Python.
 
-    Bytecode names its source only for tracebacks, which look it up by the module's real path. It
-    stays valid as long as the source has its size and time.
+    Bytecode contains its source's path only for tracebacks, which use the module's real path. It
+    is valid while size and time of the source are unchanged.
     """
     return path.endswith(b".pyc")
 
 
 def relocate_file(path: bytes, data: bytes, prefix: Prefix, brought: Brought) -> bytes | None:
-    """The new content of a file that holds the old prefix; None: it has to stay as it is.
+    """Return the new content of a file that contains the old prefix; None if it must not change.
 
     Raises: InvalidInputError for a binary that has no room for the new prefix.
     """
@@ -346,7 +346,7 @@ def relocate_file(path: bytes, data: bytes, prefix: Prefix, brought: Brought) ->
         return None
     is_brought = path in brought.by_wheels or path in brought.by_conda
     if is_brought and not _is_written(path):
-        # The first line of a script that pip has put elsewhere than in "bin".
+        # Only the first line, of a script that pip installed elsewhere than in "bin".
         line, end, rest = data.partition(b"\n")
         if not line.startswith(b"#!") or not prefix.is_in(line):
             return None
@@ -356,7 +356,7 @@ def relocate_file(path: bytes, data: bytes, prefix: Prefix, brought: Brought) ->
 
 
 def _is_written(path: bytes) -> bool:
-    """Whether installers write the prefix into this file, also where a package lists it."""
+    """Return whether installers write the prefix into this file, though a package may list it."""
     first, slash, _ = path.partition(b"/")
     return bool(slash and first in _SCRIPT_DIRECTORIES) or _WRITTEN.fullmatch(path) is not None
 
@@ -364,7 +364,7 @@ def _is_written(path: bytes) -> bool:
 def stale_bytecode(sources: Iterable[bytes], paths: Set[bytes]) -> set[bytes]:
     """Return the compiled files of changed sources.
 
-    They contain the old prefix, and would be used if the source has kept its size.
+    They contain the old prefix, and are used if the size of the source is unchanged.
     """
     stems: dict[bytes, set[bytes]] = {}
     for source in sources:
@@ -384,8 +384,8 @@ def stale_bytecode(sources: Iterable[bytes], paths: Set[bytes]) -> set[bytes]:
 
 _CAPABILITY = "security.capability"
 _SHOWN_COUNT = 10
-# No text that an installer writes is larger, and no binary with a prefix; what is, is not read into
-# memory.
+# Limits for files that are read into memory: texts that installers write, and binaries with a
+# prefix, are smaller.
 _TEXT_BYTES_MAX = 64 * 1024 * 1024
 _BINARY_BYTES_MAX = 4 * 1024 * 1024 * 1024
 
@@ -394,11 +394,11 @@ class Relocation(Struct, frozen=True):
     """Result of a relocation."""
 
     changed: tuple[bytes, ...]
-    """Files and links, relative to the environment."""
+    """Changed files and links, relative to the environment."""
     removed: tuple[bytes, ...]
-    """Bytecode of changed sources."""
+    """Removed bytecode of changed sources."""
     left: tuple[bytes, ...]
-    """Files that hold the old prefix still."""
+    """Files that still contain the old prefix."""
 
     def sentences(self, prefix: Prefix) -> Iterator[str]:
         """Yield sentences for people about the changed files."""
@@ -425,7 +425,7 @@ def restore_relocated(
 
     The caller holds the lock of `path`.
 
-    Raises: as `put_in_place`; AlreadyExistsError; InvalidInputError if it cannot be moved there.
+    Raises: as `put_in_place`; AlreadyExistsError; InvalidInputError if it cannot work there.
     """
     target = one_directory(manifest)
     prefix = prefix_of(target.path, os.fsdecode(path))
@@ -440,7 +440,7 @@ def restore_relocated(
     work = Restoration(
         settings, store, manifest, [Placed(target, path)], {target.path: base_digest({})}
     )
-    # What is there is no longer what the snapshot holds.
+    # The target does not hold the snapshot unchanged, so nothing is recorded.
     put_in_place(work, fill, on_finished=lambda target, fingerprint, base, tree_fingerprint: None)
 
 
@@ -448,7 +448,7 @@ def _check_free(path: Path) -> None:
     if os.path.islink(path):
         raise AlreadyExistsError(f"{path} is a symbolic link; name the directory itself")
     for folder in (path, *path.parents):
-        # Follows links, and says no where it is not allowed to look.
+        # These follow links, and return False for folders that this user may not search.
         if os.path.exists(folder) and not os.path.isdir(folder):
             raise AlreadyExistsError(f"{folder} exists and is not a directory")
     if base_digest(scan(path)) != base_digest({}):
@@ -458,7 +458,7 @@ def _check_free(path: Path) -> None:
 def relocate(tree: Tree, directory: Path, prefix: Prefix) -> Relocation:
     """Turn a tree that was extracted to `directory` into an environment at the new prefix.
 
-    Raises: InvalidInputError for a file that has no room for it; BootseerError.
+    Raises: InvalidInputError for a file without room for the prefix; BootseerError.
     """
     try:
         return _relocate(tree, os.fsencode(directory), prefix)
@@ -507,7 +507,7 @@ def _relocate(tree: Tree, top: bytes, prefix: Prefix) -> Relocation:
         size_bytes = _size_with(top + b"/" + names[0], needles)
         if not size_bytes:
             continue
-        # Packages list one of the names of a hard link.
+        # A package lists one name of a hard link.
         known = next((name for name in names if brought.by_conda.get(name)), names[0])
         limit_bytes = _BINARY_BYTES_MAX if brought.by_conda.get(known) else _TEXT_BYTES_MAX
         if size_bytes > limit_bytes:
@@ -521,7 +521,7 @@ def _relocate(tree: Tree, top: bytes, prefix: Prefix) -> Relocation:
             _rewrite(top + b"/" + known, new)
             changed.update(dict.fromkeys(names, written(new)))
     removed = stale_bytecode(changed, paths)
-    # Wheels' records list the files above, conda's list wheels' records as well.
+    # Records of wheels list the files above; records of conda list those of wheels as well.
     revise: list[tuple[Iterable[bytes], Callable[[bytes, bytes], bytes]]] = [
         (records, lambda path, data: relocated_record(path, prefix.text(data), changed, removed)),
         (
@@ -553,11 +553,11 @@ def _relocate(tree: Tree, top: bytes, prefix: Prefix) -> Relocation:
 
 
 def _size_with(path: bytes, needles: list[bytes]) -> int:
-    """The size of a file that holds one of `needles`; 0 where it holds none."""
+    """Return the size of a file that contains one of `needles`; 0 if it contains none."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except PermissionError:
-        return 0  # nobody but root can read it, there as here
+        return 0  # only root can read the file, here and in a job
     try:
         size_bytes = os.fstat(fd).st_size
         if size_bytes < min(map(len, needles)):
@@ -569,7 +569,7 @@ def _size_with(path: bytes, needles: list[bytes]) -> int:
 
 
 def _rewrite(path: bytes, content: bytes) -> None:
-    """New content for a file that keeps all else."""
+    """Replace the content of a file; all its attributes stay."""
     before = os.lstat(path)
     capability = None
     with contextlib.suppress(OSError):
@@ -581,7 +581,7 @@ def _rewrite(path: bytes, content: bytes) -> None:
         rest = memoryview(content)
         while rest:
             rest = rest[os.write(fd, rest) :]
-        # Writing takes set-user-ID bits and capabilities away.
+        # Writing removes set-user-ID bits and capabilities.
         os.fchmod(fd, stat.S_IMODE(before.st_mode))
         if capability is not None:
             os.setxattr(fd, _CAPABILITY, capability)
@@ -591,7 +591,7 @@ def _rewrite(path: bytes, content: bytes) -> None:
 
 
 def _relink(path: bytes, target: bytes) -> None:
-    """Another target for a symbolic link that keeps its owner and time."""
+    """Replace the target of a symbolic link; owner and time stay."""
     before = os.lstat(path)
     os.unlink(path)
     os.symlink(target, path)
@@ -602,9 +602,9 @@ def _relink(path: bytes, target: bytes) -> None:
 
 @contextlib.contextmanager
 def _directory_times(top: bytes) -> Iterator[Callable[[bytes], None]]:
-    """Give a function that is to be called with each path before its name is changed.
+    """Yield a function to call with each path before its directory is changed.
 
-    Directories get their modes and times back at the end.
+    At the end, directories get their modes and times back.
     """
     before: dict[bytes, os.stat_result] = {}
 

@@ -1,9 +1,9 @@
 """Restore of a snapshot: mounted, linked or extracted.
 
-`choose` picks the way from facts of the node and is pure; `restore_by_choice` finds the facts and
-carries the choice out. If the chosen way fails, the snapshot is extracted, with one warning. The
-caller holds the locks of the targets and has recovered them. docs/snapshots.md says what each way
-means for a job.
+`choose`, which is pure, decides how to restore by facts of the node; `restore_by_choice` finds the
+facts and carries the choice out. If a mount or link fails, the snapshot is extracted, with one
+warning. The caller holds the locks of the targets and has recovered them. docs/snapshots.md
+describes the differences for a job.
 """
 
 import contextlib
@@ -62,8 +62,8 @@ logger = logging.getLogger(__name__)
 EXTRACT = "extract"
 OVERLAY = "overlay"
 REFLINK = "reflink"
-# Below both of these an extraction ends before the server of a mount could be started: 0.3 s of
-# one processor.
+# Below both limits, an extraction takes less time than starting the server of a mount (0.3 s of one
+# processor).
 SMALL_BYTES = 16 * 1024 * 1024
 _SMALL_COUNT = 1000
 # Each mounted target has a server of its own.
@@ -71,54 +71,53 @@ TARGETS_MAX = 8
 
 
 class Facts(Struct, frozen=True):
-    """Facts that decide the way of a restore."""
+    """Facts that decide how to restore."""
 
     may_mount: bool
-    """This process may mount file systems: CAP_SYS_ADMIN, and not of a user namespace only."""
+    """Whether this process has CAP_SYS_ADMIN in the initial user namespace."""
     has_fuse: bool
-    """/dev/fuse can be opened."""
+    """Whether /dev/fuse can be opened."""
     is_container: bool
-    """The targets lie in an image's root that this very start has made."""
+    """Whether the targets lie in the root of an image that this start has mounted."""
     is_throwaway: bool
-    """The targets' file system goes with the container in which this runs: an overlay."""
+    """Whether the targets' file system is an overlay, which is removed with this container."""
     all_whole: bool
-    """There was nothing before: no target is a difference."""
+    """Whether all targets were empty before their set-up: none is a difference."""
     has_mounts_inside: bool
-    """Something is mounted below a target: a mount on the target would hide it."""
+    """Whether something is mounted below a target; a mount on the target would hide it."""
     is_entered: bool
-    """This process, or the process that started it, works in a target: they would stay below a
-    mount."""
+    """Whether this process's working directory is in a target; it would stay below a mount."""
     has_trees: bool
-    """The node's cache holds the extracted trees of all targets."""
+    """Whether the node's cache has the extracted trees of all targets."""
     can_reflink: bool
-    """Files of that cache and of the targets can share their blocks."""
+    """Whether files of the cache and of the targets can share blocks."""
     target_count: int
     file_count: int
     content_bytes: int
     lingers: bool = False
-    """The next start on this node is meant to find it."""
+    """Whether mounts stay for the next start on this node."""
 
 
 class Choice(Struct, frozen=True):
-    """The way, and why."""
+    """Chosen way of a restore, and the reason."""
 
     mode: str
     """MOUNT, LINK or EXTRACT."""
     reason: str
-    """The rest of the sentence "mounted: ..."."""
+    """Reason, as the rest of the sentence "mounted: ..."."""
     method: str = ""
-    """The method of LINK: OVERLAY or REFLINK."""
+    """Method of LINK: OVERLAY or REFLINK."""
     is_refusal: bool = False
-    """What was asked for is not possible; the reason says why."""
+    """Whether the requested way is impossible, for the given reason."""
 
     def sentence(self) -> str:
-        """Returns the choice as a sentence for people."""
+        """Return the choice as a sentence for people."""
         done = {MOUNT: "mounted", LINK: "linked", EXTRACT: "extracted"}
         return f"{done[self.mode]}: {self.reason}"
 
 
 def choose(wanted: str, facts: Facts) -> Choice:
-    """The way in which to restore; `wanted`, one of `config.RESTORE_MODES`, if it is possible."""
+    """Return how to restore: as `wanted`, one of `config.RESTORE_MODES`, if that is possible."""
     if wanted == EXTRACT:
         return Choice(EXTRACT, "it was asked for")
     if wanted == MOUNT:
@@ -131,7 +130,7 @@ def choose(wanted: str, facts: Facts) -> Choice:
 
 
 def fallback(error: str) -> Choice:
-    """After a choice that did not work out."""
+    """Return the choice to extract, after another choice failed with `error`."""
     return Choice(EXTRACT, error, is_refusal=True)
 
 
@@ -158,7 +157,7 @@ def _why_not_covered(facts: Facts) -> str:
 
 
 def _link_method(facts: Facts) -> tuple[str, str]:
-    """(method, why there is none)."""
+    """Return (method of a link, ""), or ("", reason why a link is impossible)."""
     if facts.can_reflink and not facts.is_container:
         return REFLINK, ""
     if not facts.may_mount:
@@ -179,20 +178,20 @@ def _said(method: str) -> str:
 
 def _automatic(facts: Facts) -> Choice:
     is_small = facts.content_bytes < SMALL_BYTES and facts.file_count < _SMALL_COUNT
-    # An image's root is another one then, while the node keeps a tree for it.
+    # The next start of an image has a new root, for which the node keeps the tree.
     is_kept = facts.has_trees or (facts.lingers and facts.is_container)
     if is_small and not is_kept:
         return Choice(EXTRACT, "it is small")
     method, problem = _link_method(facts)
     if facts.is_container:
-        # What is written to an image's root goes with the job: extracted there, it would be
-        # extracted at every start.
+        # An image's root is removed with the job, so an extraction there would be repeated at
+        # every start.
         if method:
             return Choice(LINK, _said(method), method)
         return Choice(EXTRACT, problem)
     if facts.has_trees and method == REFLINK:
         return Choice(LINK, _said(method), method)
-    # Whatever else is written to such a directory would be gone with the mount.
+    # Other files that are written to such a directory would vanish with the mount.
     holds_others = not facts.all_whole and not facts.is_throwaway
     problem = _why_not_mounted(facts)
     if problem and facts.has_trees and method and not holds_others:
@@ -212,13 +211,13 @@ class Wish(Struct, frozen=True):
     mode: str
     """One of `config.RESTORE_MODES`."""
     until_exit: bool = False
-    """Mounts go when this process ends; else they stay until they are unmounted."""
+    """Whether mounts end with this process; else they stay until they are unmounted."""
     is_container: bool = False
-    """The targets lie in another root than this host's."""
+    """Whether the targets lie in another root than this host's."""
     scratch: Path | None = None
-    """A folder that goes with that root; None: nothing can be mounted in there."""
+    """Folder that is removed with that root; None: nothing can be mounted there."""
     process: Process | None = None
-    """Serves a mount, if one was begun; its owner ends it where there is none."""
+    """Server that was started for a mount; its owner ends it if nothing is mounted."""
 
 
 class Restored(Struct, frozen=True):
@@ -226,15 +225,15 @@ class Restored(Struct, frozen=True):
 
     choice: Choice
     moved_bytes: int
-    """Bytes that came from the store; for a mount, those that came by now."""
+    """Bytes from the store; for a mount, those until now."""
     ready_names: tuple[str, ...] = ()
-    """For BOOTSEER_READY_SOCKETS: who sends "ready" there ends the record of a mount."""
+    """Sockets for BOOTSEER_READY_SOCKETS, by which the job ends the record of a mount."""
     was_here: bool = False
-    """Whether the files are a link to those that this node had already."""
+    """Whether the files are links to a tree that this node had already."""
 
 
 class _Extraction:
-    """Extraction of trees from the store, which counts."""
+    """Extraction of trees from the store, with a count of the bytes."""
 
     def __init__(self, work: Restoration) -> None:
         self._work = work
@@ -297,13 +296,13 @@ def restore_by_choice(
 
     put_in_place(work, fill, on_finished)
     if warning:
-        # Only now: where this fails as well, as with a store that is gone, that is the one warning.
+        # After the extraction: if that fails as well, its error is the only message.
         report(warning)
     return Restored(choice, extraction.moved_bytes)
 
 
 def _link(work: Restoration, wish: Wish, choice: Choice, on_finished: OnFinished) -> Restored:
-    """Restore from the node's extracted trees, which are made where they are missing."""
+    """Restore from the node's extracted trees; missing trees are made."""
     extraction = _Extraction(work)
 
     def fill(target: Target, tree: Tree, directory: Path) -> str:
@@ -321,7 +320,7 @@ def _link(work: Restoration, wish: Wish, choice: Choice, on_finished: OnFinished
 
 
 def _find_facts(work: Restoration, *, is_container: bool) -> Facts:
-    """Return the facts that choose the way of a restore. Raises: OSError."""
+    """Return the facts that decide how to restore. Raises: OSError."""
     trees = NodeTrees(work.settings)
     table = mount_table.mount_points()
     placed, manifest = work.placed, work.manifest
@@ -347,7 +346,7 @@ def _find_facts(work: Restoration, *, is_container: bool) -> Facts:
 
 
 def _existing_parent(path: Path) -> Path:
-    """The nearest directory at or above `path` that exists."""
+    """Return the nearest existing directory at or above `path`."""
     while not path.is_dir():
         path = path.parent
     return path
@@ -363,17 +362,17 @@ _ROOT = Path("/")
 
 @contextlib.contextmanager
 def early_server(settings: Settings) -> Iterator[Process | None]:
-    """Give a server for an expected mount, ended behind the `with` block if it was not needed.
+    """Yield a server for an expected mount; end it after the `with` block if it was not used.
 
     None if nothing will be mounted, or no server can be begun.
     """
     process = None
     if settings.restore_mode in ("auto", MOUNT) and may_mount():
-        # Loaded once for both.
+        # Loaded before the fork, once for both processes.
         from bootseer.store import load_backend
 
         load_backend(settings.store_url)
-        # The caller that needs one tells what is wrong.
+        # If the mount needs a server, it is started again, and reports the error.
         with contextlib.suppress(BootseerError):
             process = start(TREE, settings.run_dir, copy=True)
     try:
@@ -442,7 +441,7 @@ def restore_snapshot(
 
 
 def _check_targets(key: str, placed: Sequence[Placed]) -> None:
-    """Raises: InvalidInputError where a target, or where it leads, is of the system."""
+    """Raise InvalidInputError if a target, or its resolved path, belongs to the system."""
     for item in placed:
         for path in (Path(os.fsdecode(item.target.path)), item.path):
             if reason := why_guarded(path, Path.home()):
@@ -461,14 +460,14 @@ def _restore_relocated(
 ) -> None:
     from bootseer.snapshots.relocation import restore_relocated
 
-    # Its links are followed on the way there; what files are told is the path that was asked for.
+    # Not resolved: the files contain the path that was asked for.
     path = Path(os.path.abspath(directory))
     with locked(settings.run_dir, [path], deadline_s=settings.deadline_s):
         recover_targets([path], remember(settings, _ROOT))
         restore_relocated(settings, store, manifest, path, report)
 
 
-# Names whose directory knows its own path: such a tree works nowhere else.
+# Names in directories that contain their own path and work nowhere else.
 _BOUND_NAMES = (b"pyvenv.cfg", b"conda-meta", b"site-packages", b"dist-packages")
 
 

@@ -1,9 +1,9 @@
-"""Shell scripts as simple commands, in order, with the blocks that they lie in.
+"""Parser of shell scripts: simple commands in order, and the blocks around them.
 
 `lex` makes tokens by the rules of POSIX (Shell Command Language, 2.3) and bash (`$'...'`, `<(...)`,
 here-strings). `parse` makes commands of them. Nothing is expanded: a word holds a mark for each
-variable, and for each expansion that only a shell can compute; scripts inside of words, as in
-`$(...)`, are handed out as text. Grammar that set-ups do not use is named in `Script.odd`. Pure.
+variable, and for each expansion that only a shell can compute; scripts inside words, as in
+`$(...)`, are returned as text. Grammar that set-ups do not use is named in `Script.odd`. Pure.
 """
 
 import re
@@ -14,10 +14,10 @@ from msgspec import Struct, field
 
 _BEGIN, _END, _DEFAULT = "\x01", "\x02", "\x03"
 COMPUTED = _BEGIN + _END
-"""The mark of an expansion that only a shell can compute."""
+"""Mark of an expansion that only a shell can compute."""
 
 _MARK = re.compile(r"\x01([^\x01-\x03]*)(?:\x03([^\x01-\x03]*))?\x02")
-# Longer ones first.
+# Longer operators come first.
 _OPERATOR_LIST = "&>> <<- <<< ;;& && || ;; ;& |& &> >> >& >| <& <> << ; & | ( ) < >"
 _OPERATORS = _OPERATOR_LIST.split()
 _REDIRECTIONS = frozenset(one for one in _OPERATORS if "<" in one or ">" in one)
@@ -29,18 +29,18 @@ _PARAMETER = re.compile(r"[A-Za-z_]\w*")
 
 
 class Token(Struct):
-    """An operator, or a word without its quotes."""
+    """Operator, or word without its quotes."""
 
     text: str
     is_operator: bool = False
     is_quoted: bool = False
-    """Whether a part of it was quoted, so that it is no keyword."""
+    """Whether a part of the word was quoted, so that it is no keyword."""
     is_glued: bool = False
-    """Whether no blank is in front of it."""
+    """Whether no blank precedes the token."""
     scripts: list[str] = field(default_factory=list)
-    """The texts of command and process substitutions in it."""
+    """Texts of the command and process substitutions in the word."""
     variables: list[str] = field(default_factory=list)
-    """Names of the variables in it."""
+    """Names of the variables in the word."""
 
 
 def variable(name: str, default: str = "") -> str:
@@ -54,7 +54,7 @@ def has_marks(word: str) -> bool:
 
 
 def marks(word: str) -> list[tuple[str, str, str]]:
-    """Return (mark, name of the variable, its default) of each mark.
+    """Return (mark, name of the variable, default value) of each mark.
 
     A computed expansion has an empty name.
     """
@@ -62,12 +62,12 @@ def marks(word: str) -> list[tuple[str, str, str]]:
 
 
 def as_text(word: str) -> str:
-    """Return a word as a script would have it, for a shell or for people."""
+    """Return a word in the notation of a script, for a shell or for people."""
     return _MARK.sub(lambda match: f"${{{match[1]}}}" if match[1] else "$(...)", word)
 
 
 def filled(word: str, environ: Mapping[str, str]) -> str:
-    """Return a word with the values of the variables in it. Computed expansions stay."""
+    """Return a word with its variables replaced by their values. Computed expansions stay."""
     if _BEGIN not in word:
         return word
 
@@ -78,7 +78,7 @@ def filled(word: str, environ: Mapping[str, str]) -> str:
 
 
 def lex(text: str) -> tuple[list[Token], str]:
-    """Return the tokens of a script, and what cannot be understood in it (empty: nothing)."""
+    """Return the tokens of a script, and a description of syntax that is not understood, or ""."""
     lexer = _Lexer(text)
     try:
         lexer.run()
@@ -156,7 +156,7 @@ class _Lexer:
         self._heres.clear()
 
     def _absorb(self, text: str, into: Token) -> None:
-        """Collect the scripts and variables of a text that is expanded like a quoted one."""
+        """Collect the scripts and variables of a text that is expanded as inside double quotes."""
         inner = _Lexer(text)
         inner._read_quoted("")
         into.scripts += inner.word.scripts
@@ -200,7 +200,7 @@ class _Lexer:
                 self.at += 1
 
     def _read_quoted(self, end: str) -> None:
-        """Read to the character `end`, or to the end of the text where that is empty."""
+        """Read to the character `end`; if `end` is empty, to the end of the text."""
         text, word = self.text, self.word
         while self.at < len(text):
             char = text[self.at]
@@ -271,7 +271,7 @@ class _Lexer:
             self.at += 1
 
     def _read_parameter(self, inner: str) -> None:
-        """Read what stands between the braces of `${...}`."""
+        """Read the text between the braces of `${...}`."""
         word = self.word
         match = _PARAMETER.match(inner.lstrip("#!"))
         word.variables += [match[0]] if match else []
@@ -287,7 +287,7 @@ class _Lexer:
 
 
 def _closing(text: str, at: int, opening: str, closing: str) -> int:
-    """Return where the bracket ends that was opened before `at`. Raises: ValueError."""
+    """Return the position behind the bracket that was opened before `at`. Raises: ValueError."""
     depth = 1
     while at < len(text):
         char = text[at]
@@ -308,7 +308,7 @@ def _closing(text: str, at: int, opening: str, closing: str) -> int:
 
 
 def _after_quote(text: str, at: int) -> int:
-    """Return the place behind the double quote that ends. Raises: ValueError."""
+    """Return the position behind the closing double quote. Raises: ValueError."""
     while at < len(text):
         if text[at] == "\\":
             at += 1
@@ -328,24 +328,24 @@ _CASE_ENDS = {";;", ";&", ";;&"}
 
 
 class Simple(Struct):
-    """A simple command of a script, nothing in it expanded."""
+    """Simple command of a script, without any expansion."""
 
     words: list[Token] = field(default_factory=list)
     assignments: list[Token] = field(default_factory=list)
     reads: list[Token] = field(default_factory=list)
-    """Files that are redirected to its input."""
+    """Files that are redirected to the command's input."""
     writes: list[Token] = field(default_factory=list)
-    """Files that its output replaces."""
+    """Files that the command's output replaces."""
     appends: list[Token] = field(default_factory=list)
-    """Files that its output is appended to, ends of here-documents, patterns of `case`."""
+    """Files to which output is appended, ends of here-documents, patterns of `case`."""
     others: list[Token] = field(default_factory=list)
     """Here-strings, words of `case`."""
     is_piped: bool = False
-    """Whether it reads the output of the command in front of it."""
+    """Whether the command reads the output of the command before it."""
     is_output_used: bool = False
-    """Whether its output goes to a file, to a command or into a block's."""
+    """Whether the output goes to a file, to a command, or into the output of a block."""
     joined: Literal["", "&&", "||"] = ""
-    """The operator in front of it in its list."""
+    """Operator before the command in its list."""
 
     def tokens(self) -> Iterator[Token]:
         """Yield all words."""
@@ -354,40 +354,41 @@ class Simple(Struct):
 
 
 class Block(Struct, frozen=True):
-    """Begin, next branch or end of a compound command."""
+    """Beginning, next branch or end of a compound command."""
 
     kind: Literal["begin", "branch", "end", "function", "for", "list"]
-    """"list": begins commands in brackets that run for certain. "function": a body follows."""
+    """Kind of the event: "list" begins commands in brackets, which certainly run; "function"
+    precedes a body."""
     name: str = ""
-    """The word that ends what begins; the name of a function or of a loop's variable."""
+    """Word that ends the block; name of a function, or of a loop's variable."""
     values: tuple[Token, ...] | None = None
-    """The words that a loop's variable takes; None: not known."""
+    """Words that a loop's variable takes; None if unknown."""
 
 
 class Script(Struct, frozen=True):
-    """A shell script, taken apart."""
+    """Parsed shell script."""
 
     events: tuple[Simple | Block, ...]
     odd: str
-    """What was not understood, in a few words; empty: nothing."""
+    """Description of the first syntax that was not understood, or ""."""
 
 
 class Shell(Struct, frozen=True):
     """Script that a shell is told to run."""
 
     script: str | None = None
-    """Its text (`-c`)."""
+    """Text of the script (`-c`)."""
     file: str | None = None
     arguments: tuple[str, ...] = ()
 
 
 def base_name(word: str) -> str:
-    """A program without its directory."""
+    """Return a program's name without its directory."""
     return word.rpartition("/")[2]
 
 
 def read_shell(words: Sequence[str]) -> Shell:
-    """Return the script of "bash -euxo pipefail FILE" and the like; nothing if it is typed in."""
+    """Return the script that a call such as "bash -euxo pipefail FILE" runs, if any."""
     is_text = False
     at = 1
     while at < len(words):
@@ -427,18 +428,18 @@ class _Parser:
         self.odd = ""
         self._current = Simple()
         self._blocks: list[str] = []
-        """Words or brackets that end the open blocks."""
+        """Words or brackets that close the open blocks."""
         self._redirection = ""
         self._in_pattern = False
         self._piped = False
         self._joined: Literal["", "&&", "||"] = ""
 
     def unfinished(self) -> str:
-        """Say that a block does not end."""
+        """Return a description of an unfinished block, or ""."""
         return "a shell script with an unfinished block" if self._blocks else ""
 
     def take(self, tokens: Sequence[Token], at: int) -> int:
-        """Take the token at `at`, and what belongs to it. Return the place of the next one."""
+        """Take the token at `at` and the tokens that belong to it. Return the next position."""
         token = tokens[at]
         following = tokens[at + 1] if at + 1 < len(tokens) else None
         if self._in_pattern:
@@ -514,7 +515,7 @@ class _Parser:
             current.appends.append(token)
 
     def _take_array(self, tokens: Sequence[Token], at: int) -> int:
-        """Take `NAME=(WORDS)`. The words count; the value of the variable is not known."""
+        """Take `NAME=(WORDS)`: the words are noted; the value of the variable is unknown."""
         name, at = tokens[at], at + 2
         self._current.assignments.append(Token(name.text + "\x01\x02"))
         while at < len(tokens) and tokens[at].text != ")":
@@ -523,7 +524,7 @@ class _Parser:
         return at + 1
 
     def _take_keyword(self, tokens: Sequence[Token], at: int) -> int:
-        """Take a word of the shell's grammar. Return `at` where it is none."""
+        """Take a keyword of the shell. Return `at` if the word is none."""
         word = tokens[at].text
         if word in ("if", "while", "until"):
             self._begin("fi" if word == "if" else "done")
@@ -628,7 +629,7 @@ class _Parser:
         self._joined = ""
 
     def end_list(self) -> None:
-        """End the command, and the list that `&&` and `||` have made."""
+        """End the command and its list of `&&` and `||`."""
         self._end_simple()
 
 

@@ -1,17 +1,16 @@
-"""Files of a snapshot put into a target: staged beside it, committed, moved, recovered.
+"""Atomic restore of files into targets: staging, commit, move, and recovery after a crash.
 
-A restore works in `.bootseer-<hash>` beside the target, or in it where the target is a mount point:
+A restore works in `.bootseer-<hash>` beside the target; inside it, if the target is a mount point:
 
     tree/     the extracted files; names leave it as they move into the target
-    plan      what to do with it (JSON), and the path of the commit file
+    plan      snapshot, deletions, and the path of the commit file (JSON)
     index     the encoded tree, for the attributes of directories
     commit    in the first target's working directory only; lists all working directories
 
-Once `commit` exists the restore is finished, never undone, by this process or by the next one that
-locks a target. A working directory without a commit is thrown away. So until every target is staged
-and verified nothing that a job could see has changed. Every step can be repeated after a crash,
-works relative to open directories and follows no symbolic link. Callers hold the locks of all
-targets.
+After `commit` exists, the restore is completed, never undone, by this process or by the next one
+that locks a target. A working directory without a commit is removed. So nothing visible changes
+until every target is staged and verified. Every step can be repeated after a crash, works relative
+to open directories and follows no symbolic link. Callers hold the locks of all targets.
 """
 
 import contextlib
@@ -53,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 def _is_mount_point(target: Path) -> bool:
-    """Whether nothing can be renamed from beside `target` into it."""
+    """Return whether `target` is a mount point, into which nothing beside it can be renamed."""
     if not target.is_dir():
         return False
     if os.lstat(target).st_dev != os.lstat(target.parent).st_dev:
@@ -65,7 +64,7 @@ def _is_mount_point(target: Path) -> bool:
 
 
 def is_entered(path: Path) -> bool:
-    """Whether this process works in the directory."""
+    """Return whether this process's working directory is at or below `path`."""
     try:
         return Path.cwd().is_relative_to(path)
     except OSError:
@@ -77,7 +76,7 @@ _SYSTEM = (
     *("/sbin", "/sys", "/usr", "/var"),
 )
 _FREE = ("/dev/shm", "/var/tmp")
-"""Directories in these in which nothing runs by itself."""
+"""Folders inside `_SYSTEM` that do not belong to the system."""
 
 _FREE_OF_HOME = (".cache", ".conda", ".venv", ".virtualenvs")
 """Names in a home that begin with a dot and hold no settings."""
@@ -109,22 +108,22 @@ def _is_in(path: Path, folder: str) -> bool:
 
 
 def _homes_of(parts: Sequence[str]) -> list[Path]:
-    """The home that a path lies in, where homes lie in /home."""
+    """Return the home directory below /home that a path lies in, if any."""
     if len(parts) > 1 and parts[1] == "home":
         return [Path(*parts[:3])]
     return []
 
 
 OnFinished = Callable[[Path, str, str, str], None]
-"""Called with target, fingerprint, base and tree fingerprint, if it is known, once a target is in
-place, and again if a crash lets a restore be finished twice."""
+"""Function that is called when a target is in place, with target, fingerprint, base digest, and
+tree fingerprint ("" if unknown). A second call follows if a crash makes a restore finish twice."""
 
 
 class _Plan(Struct, frozen=True):
     fingerprint: str
     base: str
     commit: Path
-    """The file that says that this and other plans are carried out."""
+    """Commit file of this plan and those of the other targets."""
     deletions: tuple[PathBytes, ...]
 
 
@@ -135,7 +134,7 @@ class _Committed(Struct, frozen=True):
 _PLAN: DocumentFormat[_Plan] = DocumentFormat(
     type=_Plan, versions=(1,), size_max=1 << 30, value_count_max=1 << 30
 )
-# Of a plan of any release: one that is carried out must not be taken for none.
+# Member of a plan of any release: a committed plan must be recognized.
 _POINTER: DocumentFormat[_Committed] = DocumentFormat(
     type=_Committed, size_max=1 << 30, value_count_max=1 << 30
 )
@@ -143,19 +142,19 @@ _COMMIT: DocumentFormat[list[Path]] = DocumentFormat(type=list[Path], size_max=1
 
 
 class _Staging(Struct, frozen=True):
-    """The working directory for one target (a host path without symbolic links)."""
+    """Working directory for one target (a host path without symbolic links)."""
 
     target: Path
     directory: Path
 
     @property
     def tree(self) -> Path:
-        """Returns the folder to extract to."""
+        """Folder for the extracted files."""
         return self.directory / "tree"
 
     @property
     def is_inside(self) -> bool:
-        """Whether it lies in the target, which is a mount point, and not beside it."""
+        """Whether the working directory lies inside the target, which is a mount point."""
         return self.directory.parent == self.target
 
 
@@ -168,7 +167,7 @@ def _places(target: Path) -> tuple[Path, Path]:
 
 
 def _make_staging(target: Path) -> _Staging:
-    """A new, empty working directory on the target's file system. Raises: BootseerError."""
+    """Make an empty working directory on the target's file system. Raises: BootseerError."""
     beside, inside = _places(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -200,7 +199,7 @@ def _write_plan(
 
 
 def commit(stagings: Sequence[_Staging]) -> None:
-    """Commit: from here on the restore of all planned targets is finished, also after a crash."""
+    """Commit the restore of all planned targets, which is then completed even after a crash."""
     file = stagings[0].directory / "commit"
     try:
         draft = file.with_suffix(".draft")
@@ -211,12 +210,12 @@ def commit(stagings: Sequence[_Staging]) -> None:
 
 
 def _are_committed(stagings: Sequence[_Staging]) -> bool:
-    """Whether `commit` took place, and the rest was not removed yet."""
+    """Return whether the restore was committed and its working directories still exist."""
     return bool(stagings) and (stagings[0].directory / "commit").exists()
 
 
 def abandon_targets(targets: Sequence[Path]) -> None:
-    """Forget what an interrupted restore left at `targets`, finished or not."""
+    """Remove the working directories that a restore left at `targets`, committed or not."""
     for target in targets:
         for directory in _places(target):
             with contextlib.suppress(OSError):
@@ -230,7 +229,7 @@ def _complete_stagings(
     """Carry out committed plans.
 
     `fingerprints`: the tree fingerprint of each staged tree, or an empty string.
-    Raises: BootseerError; the next `recover` continues.
+    Raises: BootseerError; the next `recover_targets` continues.
     """
     for staging, tree_fingerprint in zip(stagings, fingerprints, strict=True):
         _finish(staging, tree_fingerprint, on_finished)
@@ -238,17 +237,17 @@ def _complete_stagings(
 
 
 def _finish(staging: _Staging, tree_fingerprint: str, on_finished: OnFinished) -> None:
-    """Carry out a plan: first or again."""
+    """Carry out a plan, which may have been carried out in part."""
     plan = _read_plan(staging)
     is_all = _carry_out(staging, plan)
     on_finished(staging.target, plan.fingerprint, plan.base, tree_fingerprint if is_all else "")
 
 
 def _carry_out(staging: _Staging, plan: _Plan) -> bool:
-    """Whether the target is now the staged tree, and nothing else."""
+    """Carry out a plan; return whether the target is the staged tree without any other file."""
     try:
-        # A process whose working directory is the target, such as the shell that started us,
-        # would stay in the directory that is replaced.
+        # A process whose working directory is the target, such as the calling shell, would stay in
+        # the old directory.
         is_kept = staging.is_inside or is_entered(staging.target)
         if staging.tree.is_dir() and not is_kept and _rename_whole(staging):
             return True
@@ -296,14 +295,14 @@ def _read_plan(staging: _Staging) -> _Plan:
 
 
 def _read_tree(staging: _Staging) -> Tree:
-    """Only where directories are merged: to decode a large one takes a tenth of a second."""
+    """Return the staged tree, for a merge only: decoding a large tree takes 0.1 s."""
     return index.decode((staging.directory / "index").read_bytes())
 
 
 def _remove_stagings(stagings: Sequence[_Staging]) -> None:
-    """Throw working directories away: they are finished, or were never committed."""
+    """Remove working directories that are finished, or were never committed."""
     for staging in stagings:
-        # Without these nothing of it is ever carried out again.
+        # Without these files, no process carries the plan out.
         for name in ("commit", "plan"):
             (staging.directory / name).unlink(missing_ok=True)
     for staging in stagings:
@@ -311,7 +310,7 @@ def _remove_stagings(stagings: Sequence[_Staging]) -> None:
 
 
 def _throw_away(staging: _Staging) -> None:
-    """Remove the directory; a target that it lies in keeps its time."""
+    """Remove a working directory; a target that contains it keeps its times."""
     with contextlib.suppress(OSError):
         kept = os.stat(staging.directory.parent)
         with contextlib.suppress(OSError):
@@ -321,10 +320,10 @@ def _throw_away(staging: _Staging) -> None:
 
 
 def recover_targets(targets: Sequence[Path], on_finished: OnFinished) -> None:
-    """Finish or throw away what an interrupted restore left at `targets` (host paths).
+    """Complete or remove interrupted restores of `targets` (host paths).
 
-    Raises: PermissionDeniedError for a working directory that is not ours; BootseerError where it
-    cannot be finished.
+    Raises: PermissionDeniedError for a working directory of another user; BootseerError if a
+    restore cannot be completed.
     """
     committed: list[_Staging] = []
     for target in targets:
@@ -354,7 +353,7 @@ def recover_targets(targets: Sequence[Path], on_finished: OnFinished) -> None:
 
 
 def _others(staging: _Staging) -> bool:
-    """Whether targets that are not ours to lock now still need this working directory's commit."""
+    """Return whether other targets, which may not be locked, still need this directory's commit."""
     try:
         data = (staging.directory / "commit").read_bytes()
         paths = _COMMIT.decode(data, "a commit")
@@ -372,7 +371,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def _mode(name: bytes, dir_fd: int) -> int:
-    """The mode of a name, or 0 where there is none."""
+    """Return the mode of a name; 0 if it does not exist."""
     try:
         return os.lstat(name, dir_fd=dir_fd).st_mode
     except FileNotFoundError:
@@ -380,14 +379,14 @@ def _mode(name: bytes, dir_fd: int) -> int:
 
 
 def move_into(staged: int, target: int) -> None:
-    """Every name in the directory `staged` moves into the directory `target` (both descriptors).
+    """Move every name in the directory `staged` into the directory `target` (both descriptors).
 
-    A file replaces what has its name in one step. A directory moves as a whole where nothing is
-    in its place, else name by name. `staged` is empty afterwards.
+    A file atomically replaces a file of its name. A directory moves as a whole if `target` has no
+    such name, otherwise name by name. `staged` is empty afterwards.
     """
     merged = [b""]
-    # The list grows while it is gone through: trees are deeper than Python's stack and than there
-    # are descriptors.
+    # The list grows during the loop: a tree may be deeper than Python's stack, and than the number
+    # of descriptors.
     for path in merged:
         with _below(staged, path) as source, _below(target, path) as place:
             for name_text in os.listdir(source):
@@ -401,7 +400,7 @@ def move_into(staged: int, target: int) -> None:
 
 
 def _move(name: bytes, staged: int, target: int) -> bool:
-    """Move a name; False for a directory that is to be moved name by name, and is in `target`."""
+    """Move a name. Return False for a directory that has to be moved name by name."""
     there = _mode(name, target)
     if not stat.S_ISDIR(_mode(name, staged)):
         if stat.S_ISDIR(there):
@@ -416,7 +415,7 @@ def _move(name: bytes, staged: int, target: int) -> bool:
         os.rename(name, name, src_dir_fd=staged, dst_dir_fd=target)
         return True
     except OSError as error:
-        # Overlayfs cannot rename a directory that a lower layer knows.
+        # Overlayfs cannot rename a directory of a lower layer.
         if error.errno != errno.EXDEV:
             raise
     os.mkdir(name, 0o700, dir_fd=target)
@@ -426,8 +425,8 @@ def _move(name: bytes, staged: int, target: int) -> bool:
 def _delete_paths(target: int, paths: Iterable[bytes]) -> None:
     """Remove relative `paths` below the directory `target`; missing ones are no error.
 
-    A directory goes with everything that appeared in it since: bytecode that was not there when the
-    snapshot was made.
+    A directory is removed with everything in it, such as bytecode that is newer than the
+    snapshot.
     """
     for path in sorted(paths, reverse=True):
         parent, _, name = path.rpartition(b"/")
@@ -438,16 +437,16 @@ def _delete_paths(target: int, paths: Iterable[bytes]) -> None:
                 else:
                     os.unlink(name, dir_fd=fd)
         except (FileNotFoundError, NotADirectoryError):
-            continue  # done before, or its directory is none any more
+            continue  # removed before, or its directory has been replaced
         except OSError as error:
-            # A symbolic link took its directory's place: nothing of ours lies behind it.
+            # A symbolic link has replaced its directory: the path behind it is not ours.
             if error.errno != errno.ELOOP:
                 raise
 
 
 @contextmanager
 def _below(top: int, path: bytes) -> Iterator[int]:
-    """The directory at `path` below `top`, opened component by component."""
+    """Open the directory at `path` below `top`, component by component; close it at the end."""
     fd = os.dup(top)
     try:
         for part in path.split(b"/") if path else ():
@@ -501,18 +500,19 @@ def _set_xattrs(fd: int, wanted: dict[bytes, bytes]) -> None:
             if name not in present or os.getxattr(fd, name) != value:
                 os.setxattr(fd, name, value)
         except OSError as error:
-            # As an extraction does: what this file system or user may not have is left out.
+            # Attributes that this file system or user may not have are left out, as in an
+            # extraction.
             if error.errno not in (errno.ENOTSUP, errno.EPERM, errno.EACCES):
                 raise
 
 
 Fill = Callable[[Target, Tree, Path], str]
-"""Function that makes a target's tree at a path that does not exist, whole or not at all. Returns
-its `fingerprint_of_restored`, or "" if that is not known."""
+"""Function that makes a target's complete tree at a path that does not exist. It returns the
+`fingerprint_of_restored`, or "" if that is unknown."""
 
 
 class Placed(Struct, frozen=True):
-    """A target and where it lies on this host."""
+    """Target with its path on this host."""
 
     target: Target
     path: Path
@@ -558,9 +558,9 @@ class Restoration(Struct, frozen=True):
     manifest: Manifest
     placed: Sequence[Placed]
     bases: Mapping[bytes, str]
-    """Base digests of what lies in the targets; the snapshot fits on it (`check_base`)."""
+    """Base digests of the targets' present contents, which `check_base` has accepted."""
     checks_store: bool = True
-    """Whether to look if the store has all blobs; another node of the start does it if not."""
+    """Whether to check that the store has all blobs; if not, another node of the start does."""
 
     def load(self, target: Target) -> tuple[Tree, bytes]:
         """Return a target's tree as a restore may use it, and its encoded form."""
@@ -603,7 +603,7 @@ def put_in_place(work: Restoration, fill: Fill, on_finished: OnFinished) -> None
 
 
 def one_directory(manifest: Manifest) -> Target:
-    """The target of a snapshot of one whole directory. Raises: InvalidInputError."""
+    """Return the target of a snapshot of one whole directory. Raises: InvalidInputError."""
     if len(manifest.targets) != 1 or not manifest.targets[0].whole:
         raise InvalidInputError("--to needs a snapshot of one whole directory")
     return manifest.targets[0]

@@ -13,14 +13,15 @@ from bootseer.snapshots.shell import has_marks
 
 
 class Targets(Struct, frozen=True):
-    """Absolute paths inside the job's root, none inside another, and where they come from."""
+    """Targets of a set-up: absolute paths inside the job's root, none inside another."""
 
     paths: tuple[bytes, ...]
     reason: str
+    """Origin of the paths, in words."""
 
 
 def declared_targets(texts: Sequence[str], directory: str) -> Targets:
-    """Targets that the user named. Raises: InvalidInputError."""
+    """Return the targets that the user named. Raises: InvalidInputError."""
     return Targets(_disjoint([target_path(text, directory) for text in texts]), "declared")
 
 
@@ -29,9 +30,10 @@ def infer_targets(
 ) -> Targets:
     """Return the targets of a command that declares none.
 
-    In this order: environments that it makes or activates, places given with --target or --prefix
-    and projects' own environments; the active conda environment of a conda command; the active
-    VIRTUAL_ENV; the environment or the system paths of the interpreter whose pip is used.
+    The first of these that applies: environments that the command makes or activates, values of
+    --target and --prefix, and projects' own environments; the active conda environment of a conda
+    command; the active VIRTUAL_ENV; the environment or the system paths of the interpreter whose
+    pip is used.
 
     Raises: UnsupportedError if nothing fits.
     """
@@ -98,8 +100,8 @@ def _project_environment(tool: str, folder: str, environ: Mapping[str, str]) -> 
 def _system_paths(interpreter: Interpreter, directory: str) -> list[bytes]:
     """Return the directories to which pip installs without an environment.
 
-    Wheels also put files anywhere below `data`, which is the whole prefix ("/usr/local"): of that
-    only the folders that packages use in practice.
+    Wheels may put files anywhere below `data`, which is the whole prefix ("/usr/local"); only the
+    folders that packages use in practice are returned.
     """
     paths = interpreter.paths
     found = [paths[key] for key in ("purelib", "platlib", "scripts", "include") if key in paths]
@@ -110,7 +112,7 @@ def _system_paths(interpreter: Interpreter, directory: str) -> list[bytes]:
 
 
 def _disjoint(paths: Sequence[bytes]) -> tuple[bytes, ...]:
-    """Returns the paths that do not lie inside another one."""
+    """Return the paths that do not lie inside another one, sorted."""
     chosen: list[bytes] = []
     for path in sorted(set(paths)):
         if not any(path.startswith(outer + b"/") for outer in chosen):
