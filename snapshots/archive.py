@@ -1,7 +1,7 @@
 """Snapshots made by hand, and tar archives: `snapshot create`, `export` and `import`.
 
-An archive is hostile: its expansion is bounded, its members are read by `pack.tar_packing`, and
-what a restore would refuse is refused here.
+An archive is untrusted: its expansion is bounded, its members are read by `pack.tar_packing`, and
+names and nodes that a restore refuses are refused here.
 """
 
 import os
@@ -49,10 +49,10 @@ OnProgress = Callable[[int], None]
 
 
 def export_snapshot(store: Store, manifest: Manifest, path: Path, on_progress: OnProgress) -> int:
-    """Write a snapshot's files to `path` as a tar.zst, whole or not at all; returns its size.
+    """Write a snapshot's files to `path` as a tar.zst, whole or not at all; return its size.
 
-    Of one whole directory the names are relative to it. Of several, or of differences, they are
-    below the targets' absolute paths, without the leading "/". Raises: AlreadyExistsError,
+    The names of one whole directory are relative to it. The names of several directories, or of
+    differences, are absolute paths without the leading "/". Raises: AlreadyExistsError,
     CorruptError, NotFoundError, NoSpaceError, UnavailableError.
     """
     if path.exists():
@@ -62,14 +62,14 @@ def export_snapshot(store: Store, manifest: Manifest, path: Path, on_progress: O
         with open(temporary, "xb", opener=private_opener) as file:
             try:
                 if is_plain(manifest) and not manifest.is_layered:
-                    # Its only blob is what an export gives.
+                    # The only blob has the format of an export.
                     _copy_blob(store, manifest.targets[0], file, on_progress)
                 else:
                     _write_members(store, manifest, file, on_progress)
                 file.flush()
                 os.fsync(file.fileno())
                 size_bytes = file.tell()
-                # Without replacing what another process has made meanwhile.
+                # A link does not replace a file that another process has made meanwhile.
                 os.link(temporary, path)
             finally:
                 temporary.unlink()
@@ -81,7 +81,7 @@ def export_snapshot(store: Store, manifest: Manifest, path: Path, on_progress: O
 
 
 def is_plain(manifest: Manifest) -> bool:
-    """Whether the snapshot is one whole directory, so that an export has names relative to it."""
+    """Return whether a snapshot is one whole directory: names in its export are relative to it."""
     return len(manifest.targets) == 1 and manifest.targets[0].whole
 
 
@@ -107,8 +107,8 @@ def _write_members(
             top = b"" if is_plain(manifest) else target.path[1:]
             _write_tree(store, top, tree, members, writer.frame_bytes)
             on_progress(sum(blob.size_bytes for blob in target.blobs))
-        # Without a tree: the directories above the targets are not members, since unpacking them
-        # would change those that are there.
+        # Directories above the targets are not members, since unpacking the archive would change
+        # existing ones.
         writer.write(END)
         writer.finish()
 
@@ -152,8 +152,8 @@ def import_archive(
 ) -> Manifest:
     """Make a snapshot of `target`, a directory's path, from a tar, tar.gz or tar.zst; publish it.
 
-    `on_progress` is called with counts of bytes read. Raises: InvalidInputError for what no
-    restore would take; CorruptError for a malformed archive, or one that expands beyond measure;
+    `on_progress` is called with counts of bytes read. Raises: InvalidInputError for names and nodes
+    that restores refuse; CorruptError for a malformed archive, or one that expands too much;
     NotFoundError, NoSpaceError, UnavailableError.
     """
     if name and not is_name(name):
@@ -223,7 +223,7 @@ def _check(tree: Tree, archive: Path) -> None:
 
 
 class _Expanded:
-    """A compressed file as the stream it holds, bounded."""
+    """Expanded content of a compressed file, with bounds."""
 
     def __init__(self, source: BinaryIO, archive: Path, on_progress: OnProgress) -> None:
         self._source = source
@@ -255,7 +255,7 @@ class _Expanded:
 def create_snapshot(settings: Settings, targets: Sequence[str], name: str = "") -> Manifest:
     """Capture existing directories as they are, and publish them under `name`, if given.
 
-    Raises: InvalidInputError, NotFoundError, BusyError where something writes to them meanwhile.
+    Raises: InvalidInputError, NotFoundError; BusyError if something writes to them meanwhile.
     """
     if name and not is_name(name):
         raise InvalidInputError(

@@ -32,7 +32,7 @@ from bootseer.store import open_store
 
 IN_PLACE, RESTORE, RUN = "in place", "would restore", "would run"
 
-# Of the newest: an explanation should take a second, whatever the store holds.
+# Limit for the newest snapshots that are compared, so that an explanation takes about a second.
 _COMPARED_MAX = 500
 
 
@@ -49,7 +49,7 @@ class Explanation(Struct, frozen=True):
     snapshot: Manifest | None
     """The stored snapshot with this fingerprint."""
     nearest: Manifest | None
-    """The snapshot that differs least, where none has this fingerprint."""
+    """Snapshot that differs least, if none has this fingerprint."""
     differences: tuple[Difference, ...]
     """Differences between the nearest snapshot and this set-up."""
     unknown: tuple[str, ...]
@@ -59,7 +59,7 @@ class Explanation(Struct, frozen=True):
 
 
 def explain_setup(settings: Settings, request: Request, report: Report) -> Explanation:
-    """Return what `run_setup` would do now. Changes nothing.
+    """Return the outcome that `run_setup` would have now. Changes nothing.
 
     Raises: as `key.resolve`; UnavailableError, CorruptError, DeadlineError of the store.
     """

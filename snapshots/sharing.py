@@ -260,7 +260,7 @@ def _others(base: Tree, chosen: Sequence[int], same: Mapping[bytes, _Match]) -> 
 
 
 def _behind(start: int, extents: Iterable[Place]) -> Iterator[Place]:
-    """The parts of extents that lie at or behind `start` in their file."""
+    """Yield the parts of extents at or behind the offset `start` in their file."""
     for offset, blob, blob_offset, length in extents:
         skipped = max(0, start - offset)
         if skipped < length:

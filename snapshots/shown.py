@@ -29,17 +29,17 @@ def _set(text: str) -> frozenset[str]:
 
 
 class _Tool(NamedTuple):
-    """The words of a program that are shown."""
+    """Words of a program that are shown."""
 
     verbs: frozenset[str] = frozenset()
     takes: frozenset[str] = frozenset()
-    """The verbs behind which requirements, paths and URLs stand; "": without a verb."""
+    """Verbs that precede requirements, paths and URLs; "": no verb is needed."""
     flags: frozenset[str] = frozenset()
     """Options without a value."""
     values: frozenset[str] = frozenset()
     """Options whose value is a requirement, path, version, number or URL."""
     runs: frozenset[str] = frozenset()
-    """The verbs behind which another command stands."""
+    """Verbs that precede another command."""
 
 
 _NOTHING = _Tool()
@@ -160,12 +160,12 @@ _PATHS = _Tool(
     ),
     values=_set("-C --directory --strip-components -m --mode --reference"),
 )
-# Those of its options that take a password are in no list.
+# Options of unzip that take a password are in no list.
 _UNZIP = _Tool(takes=frozenset({""}), flags=_set("-q -qq -o -n -l -j"), values=_set("-d"))
-# What stands beside an "=" of these is compared, and may be anything.
+# Words of `test` beside "=" are compared, and may be anything.
 _TEST = _Tool(flags=_set("-f -d -e -x -n -z -s -r -w -L -h -o -a -eq -ne -lt -le -gt -ge"))
 _NUMBERS = _Tool(takes=frozenset({"#"}), flags=_set("-n -u -l -v -s -c -t"))
-# Programs of which sub-commands are shown, and nothing behind them.
+# Programs whose sub-commands are shown, and no word behind them.
 _VERBS_ALONE = {
     **dict.fromkeys(("docker", "podman", "nerdctl"), "login pull push build run compose up"),
     **dict.fromkeys(("kubectl", "oc"), "create apply get secret generic docker-registry login"),
@@ -258,7 +258,7 @@ _OPTION_NAMES = (
 _CLUSTERS = re.compile(r"-(?:f?sSf?L|fsSL|sSL|sL|fsS|qO|qO-|nv|rn|bn|nb|n|y|it|ti|yq|yqq)")
 _SHELL_FLAGS = re.compile(r"[-+][abefhilmnpruvxBCEHPT]*")
 _KEYWORDS = _set("if then else elif fi do done while until esac { } ! time")
-# Their options that take a value, and how many words of their own come before the command.
+# Wrappers: options that take a value, and the number of their own words before the command.
 _WRAPPERS: dict[str, tuple[frozenset[str], int]] = {
     **dict.fromkeys(("nohup", "command", "builtin", "setsid", "time"), (frozenset(), 0)),
     "exec": (_set("-a"), 0),
@@ -303,7 +303,7 @@ _URL = re.compile(
     r"(?P<path>(?:/[^/?#@]*)*)(?P<ref>@[\w.-]+)?(?P<query>\?[^#@]*)?(?P<fragment>#[^@]*)?"
 )
 _FRAGMENT = re.compile(r"#(?:(?:egg|subdirectory)=[\w./-]+|sha256=[0-9a-f]{64})")
-# Of a URL's path. Wheels have longer names, and dots.
+# Limit for a segment of a URL's path without dots; wheels have longer names, and dots.
 _SEGMENT_MAX = 40
 _SEGMENT = re.compile(r"[\w.+~-]*")
 _RUN = re.compile(r"[A-Za-z0-9]{12,}")
@@ -355,7 +355,7 @@ def shown_values(text: str, known: Collection[str] = ()) -> tuple[str, tuple[str
 
     The value holds requirements, paths, versions and URLs, separated by blanks or commas.
     """
-    # First: a password may hold a comma.
+    # Logins are removed first, since a password may contain a comma.
     whole = _Text(strip_logins(text))
     reader = _Reader(known)
     for match in re.finditer(r"[^\s,]+", whole.text):
@@ -364,7 +364,7 @@ def shown_values(text: str, known: Collection[str] = ()) -> tuple[str, tuple[str
 
 
 def hidden_atoms(shown: Iterable[str], hidden: Iterable[str]) -> frozenset[str]:
-    """Return the pieces of hidden words that sentences about the command must not have either."""
+    """Return the pieces of hidden words that sentences about the command must not contain."""
     seen = {atom for text in shown for atom in _ATOM.findall(text)}
     return frozenset(atom for text in hidden for atom in (text, *_ATOM.findall(text))) - seen
 
@@ -372,9 +372,9 @@ def hidden_atoms(shown: Iterable[str], hidden: Iterable[str]) -> frozenset[str]:
 def hide_atoms(
     text: str, hidden: Collection[str], keeps: Callable[[str], bool] = lambda word: False
 ) -> str:
-    """Return a sentence with the words and pieces of words hidden that `hidden_atoms` gave.
+    """Return a sentence in which the words and pieces of `hidden_atoms` are hidden.
 
-    Those for which `keeps` is true stay.
+    Pieces for which `keeps` returns true stay.
     """
 
     def shown(piece: str) -> str:
@@ -420,7 +420,7 @@ class _Text:
 
 
 class _Word(NamedTuple):
-    """A word of a command; `value` is None where quotes and escapes keep it from being told."""
+    """Word of a command; `value` is None if quotes and escapes are too complex to resolve."""
 
     of: _Text
     begin: int
@@ -448,7 +448,7 @@ def _looks_random(text: str) -> bool:
 
 
 class _Reader:
-    """Finds what of commands is shown, and hides the rest in their texts."""
+    """Reader of commands, which hides all words that may not be shown in their texts."""
 
     def __init__(self, known: Collection[str]) -> None:
         self._known = known
@@ -503,7 +503,7 @@ class _Reader:
         self.command(words, depth)
 
     def _skip_heredoc(self, of: _Text, at: int, end: int, ending: str) -> int:
-        """Hide the lines up to the line that is `ending`; return its begin."""
+        """Hide the lines up to the line `ending`; return the position of that line."""
         begin = at
         while at < end:
             line_end = of.text.find("\n", at, end)
@@ -518,7 +518,7 @@ class _Reader:
         return end
 
     def command(self, words: Sequence[_Word], depth: int, *, is_called: bool = False) -> None:
-        """Read one simple command. `is_called`: its first word surely is a program."""
+        """Read one simple command. `is_called`: the first word is certainly a program."""
         at = 0
         while at < len(words):
             value = words[at].value

@@ -72,7 +72,7 @@ class ExplainedCache(Struct):
     """Parts of the key, by name."""
     here: CacheRecord | None
     nearest: str | None
-    """Of a miss: the key of the cache of that name that differs least."""
+    """Key of the cache of that name that differs least, after a miss."""
     differences: list[CacheDifference]
 
 

@@ -12,7 +12,7 @@ class ShownSetting(Struct):
     """Setting, by its name in the table of settings."""
 
     value: str | int | float
-    """As it can be set; a URL without credentials."""
+    """Value in the notation of a flag; a URL without credentials."""
     source: str
     """Flag, variable, file or default."""
     variable: str

@@ -1,7 +1,8 @@
 """Grammar of the command line as plain data: every command, and the options of `run` and `standby`.
 
-The click commands (`tree`), the kill switch (`disabled`) and the early reading of `bootseer run`,
-which loads no click, are all made from these tables. Imports nothing of Bootseer. Pure.
+The click commands (`command_tree`), the kill switch (`disabled`) and the early reading of
+`bootseer run`, which loads no click, are all made from these tables. Imports nothing of Bootseer.
+Pure.
 """
 
 from collections.abc import Mapping, Sequence

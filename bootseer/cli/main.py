@@ -1,7 +1,7 @@
 """Entry point of the command line: standard files, errors as one line and an exit code.
 
 The options of `bootseer run` are read here, without click, whose import takes as long as the start
-of the interpreter; all other commands are click's (`tree`).
+of the interpreter; all other commands are click's (`command_tree`).
 """
 
 import atexit

@@ -149,9 +149,9 @@ class Unmounted(Struct):
 
     directory: str
     unwritten: list[str] | UnsetType = UNSET
-    """Of a checkpoint folder: files that were still being written; nothing of them is kept."""
+    """Files of a checkpoint folder that were still being written; they are lost."""
     still_mounted: bool | UnsetType = UNSET
-    """Of an environment: an earlier snapshot is mounted there yet."""
+    """Whether an earlier snapshot of the environment is still mounted there."""
 
 
 def _say_covered(done: Unmounted) -> None:

@@ -125,8 +125,8 @@ class ChangedFile(Struct):
     change: str
     """`added`, `removed` or `changed`."""
     what: list[str]
-    """Of a changed one: `content`, `kind`, `mode`, `owner`, `target`, `attributes`, `device`,
-    `deletion`."""
+    """Differing attributes of a changed file: `content`, `kind`, `mode`, `owner`, `target`,
+    `attributes`, `device`, `deletion`."""
     before_bytes: int
     after_bytes: int
 

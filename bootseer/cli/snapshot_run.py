@@ -80,7 +80,7 @@ class ExplainedSetup(Struct):
     snapshot: ShownSnapshot | None
     """Snapshot of the set-up in the store."""
     nearest: str | None
-    """Where there is none: the fingerprint of the snapshot that differs least."""
+    """Fingerprint of the snapshot that differs least, if there is none."""
     nearest_snapshot: ShownSnapshot | None
     differences: list[PartDifference]
     """Empty where there is nothing to compare."""

@@ -23,7 +23,7 @@ class WarmedDirectory(Struct, kw_only=True):
     """Directory that was read ahead."""
 
     directory: str
-    """Its real path."""
+    """Real path of the directory."""
     workload: str
     planned_bytes: int
     """Bytes of the record for which memory has room."""
@@ -60,7 +60,7 @@ class ShownRecord(Struct, kw_only=True):
     """Record of a directory, with `--show`, and the last work of this node."""
 
     directory: str
-    """Its real path."""
+    """Real path of the directory."""
     workload: str
     method: str
     """Method of the newest recording."""
@@ -73,7 +73,7 @@ class ShownRecord(Struct, kw_only=True):
     last: dict[str, Any]
     """Last work of this node: its plan and figures."""
     log: str
-    """Of the process in the background."""
+    """Log of the background process."""
 
 
 def _show(found: WarmedDirectory | ShownRecord) -> None:

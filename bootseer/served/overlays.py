@@ -2,7 +2,7 @@
 
 Such an overlay keeps the tree's mount in use: when the overlay goes, in whatever way, the tree's
 server ends and cleans up. Only this module recognises these overlays in the table of mounts: their
-source names the tree's mount (`folders`). `users` has the processes that use one. Stateless; acts
+source names the tree's mount (`source_of`). `users` has the processes that use one. Stateless; acts
 on the mount namespace of the caller; any thread.
 """
 

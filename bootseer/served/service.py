@@ -207,7 +207,7 @@ class ServicePhase(Enum):
     LINGERING = "lingering"
     """No job uses it, but the attendant of one that has ended, for the job's next start."""
     DEAD = "dead"
-    """Its processes have ended; `ending` removes what they left."""
+    """The processes have ended; `ending` removes their mounts and files."""
 
 
 class Service(NamedTuple):

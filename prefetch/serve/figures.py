@@ -72,7 +72,7 @@ class FillFigures(Struct, frozen=True):
     """Figures of the background fill."""
 
     state: str
-    """See `fill.Fill.state`; "off" if there is no fill."""
+    """State of the fill (`reading.fill.Fill.state`); "off" if there is no fill."""
     bytes_per_s: int
     """Limit of its rate."""
     missing_bytes: int

@@ -69,7 +69,7 @@ class CacheJob(Struct, frozen=True):
     runner: "Runner | None" = None
     """Runs a program in the job's root; None: run it as a child of this process."""
     binds: tuple[tuple[str, Path], ...] = ()
-    """Of an image: pairs of a path in the container and the bound folder of this host."""
+    """Bound folders of a container: pairs of the path inside and the folder of this host."""
 
     @property
     def is_image(self) -> bool:
