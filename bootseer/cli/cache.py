@@ -77,7 +77,7 @@ class ExplainedCache(Struct):
 
 
 _KEEP = click.option(
-    "--keep", "kept", metavar="DIR", multiple=True, help="A directory that `run --keep` keeps."
+    "--keep", "kept", metavar="DIR", multiple=True, help="Directory that `run --keep` keeps."
 )
 
 

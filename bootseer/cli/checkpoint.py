@@ -39,14 +39,16 @@ _READS_AT_ONCE = 16
 _FILES_AT_ONCE = 4
 
 form_options = options(
-    click.option("--stripe-unit", type=Size(), metavar="SIZE", help="Bytes per piece (4MiB)."),
-    click.option("--stripe-count", type=int, metavar="N", help="Parts of a file (8)."),
+    click.option(
+        "--stripe-unit", type=Size(), metavar="SIZE", help="Bytes per stripe unit (4MiB)."
+    ),
+    click.option("--stripe-count", type=int, metavar="N", help="Number of parts of a file (8)."),
     click.option(
         "--layout",
         type=click.Choice(("striped", "plain")),
         default="striped",
         show_default=True,
-        help="Striped over parts, or one ordinary file that every tool reads.",
+        help="Layout of new files: striped over parts, or one ordinary file.",
     ),
 )
 """Options for the form in which new files are stored, as `_opened` takes them."""
@@ -276,7 +278,9 @@ def _layout(one: ListedFile) -> str:
     epilog="Example: bootseer checkpoint ls -l hdfs://namenode/checkpoints/step-1000",
 )
 @click.argument("url")
-@click.option("-l", "--long", "at_length", is_flag=True, help="Size, time and layout of each.")
+@click.option(
+    "-l", "--long", "at_length", is_flag=True, help="Show size, time and layout of each file."
+)
 @shows(list[ListedFile], text=_show_listed)
 def checkpoint_ls(url: str, at_length: bool) -> list[ListedFile]:
     """List a directory of a striped tree, or one file."""
@@ -520,7 +524,7 @@ def _show_checked(done: CheckedTree) -> None:
     default="24h",
     show_default=True,
     metavar="TIME",
-    help="Spare what was written to within that time, at least 1h.",
+    help="Keep garbage that was written to within this time; at least 1h.",
 )
 @click.option(
     "--grace",
@@ -529,7 +533,7 @@ def _show_checked(done: CheckedTree) -> None:
     default=60.0,
     show_default=True,
     metavar="TIME",
-    help="Look again after that time: what was just replaced may be being read.",
+    help="Delay of a second check before deletion, since replaced files may still be read.",
 )
 @shows(
     CheckedTree,
@@ -621,7 +625,7 @@ def _show_converted(done: Converted) -> None:
     default=30.0,
     show_default=True,
     metavar="TIME",
-    help="How long the parts of a converted file stay for those who read it.",
+    help="Time for which the old parts of a converted file stay, for its readers.",
 )
 @shows(Converted, text=_show_converted, code=lambda done: done.exit_code)
 def checkpoint_convert(

@@ -52,21 +52,19 @@ def _show_mounted(done: NewCheckpointMount) -> None:
 @click.option("--read-only", is_flag=True, help="Refuse every change.")
 @click.option("--foreground", is_flag=True, help="Serve in this process until interrupted.")
 @form_options
-@click.option("--memory", type=Size(), metavar="SIZE", help="What the mount may hold in memory.")
+@click.option("--memory", type=Size(), metavar="SIZE", help="Memory limit of the mount.")
 @click.option(
     "--deadline",
     type=Seconds(1, 86400),
     metavar="TIME",
-    help="How long the storage may be silent before a request fails.",
+    help="Time without an answer of the storage after which a request fails.",
 )
-@click.option("--allow-other", is_flag=True, help="Let other users in.")
+@click.option("--allow-other", is_flag=True, help="Allow access by other users.")
+@click.option("--uid", type=click.IntRange(0, _ID_MAX), metavar="N", help="Owner of all files.")
+@click.option("--gid", type=click.IntRange(0, _ID_MAX), metavar="N", help="Group of all files.")
 @click.option(
-    "--uid", type=click.IntRange(0, _ID_MAX), metavar="N", help="Owner of all that is shown."
+    "--umask", type=Octal(), metavar="MODE", help="Permission bits that no file has (022)."
 )
-@click.option(
-    "--gid", type=click.IntRange(0, _ID_MAX), metavar="N", help="Group of all that is shown."
-)
-@click.option("--umask", type=Octal(), metavar="MODE", help="Permissions that nothing has (022).")
 @click.option(
     "--lifetime-pid",
     type=click.IntRange(1, 2**22),
@@ -74,12 +72,12 @@ def _show_mounted(done: NewCheckpointMount) -> None:
     help="Unmount when this process ends.",
 )
 @click.option("--read-newest", is_flag=True, help="Read the newest checkpoint ahead.")
-@click.option("--page-cache", is_flag=True, help="Let the kernel keep what is read in memory.")
-@click.option("--mkdir", is_flag=True, help="Make DIRECTORY where there is none.")
+@click.option("--page-cache", is_flag=True, help="Let the kernel cache the bytes that are read.")
+@click.option("--mkdir", is_flag=True, help="Create DIRECTORY if it does not exist.")
 @click.option(
     "--immutable",
     is_flag=True,
-    help="Let nobody write to DIRECTORY while nothing is mounted there, as chattr +i does.",
+    help="Make DIRECTORY itself immutable (chattr +i), against writes while nothing is mounted.",
 )
 @click.option(
     "--timeout",
@@ -87,7 +85,7 @@ def _show_mounted(done: NewCheckpointMount) -> None:
     default=60.0,
     show_default=True,
     metavar="TIME",
-    help="How long the end by SIGTERM waits for open files.",
+    help="Time for which SIGTERM waits for open files.",
 )
 @shows(NewCheckpointMount, text=_show_mounted)
 def checkpoint_mount(
@@ -168,14 +166,14 @@ def _protect(directory: Path) -> None:
     epilog="Example: bootseer checkpoint restart /mnt/checkpoints --timeout 5m",
 )
 @click.argument("directory")
-@click.option("--force", is_flag=True, help="Restart although files are being written.")
+@click.option("--force", is_flag=True, help="Restart even if files are being written.")
 @click.option(
     "--timeout",
     type=Seconds(0, 86400),
     default=60.0,
     show_default=True,
     metavar="TIME",
-    help="How long to wait for files that are being written.",
+    help="Longest wait for files that are being written.",
 )
 @shows(Restarted, text=lambda one: tell(f"process {one.worker_pid} serves {one.directory} now"))
 def checkpoint_restart(directory: str, force: bool, timeout: float) -> Restarted:

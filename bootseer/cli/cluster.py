@@ -39,7 +39,7 @@ def _needs(what: str, error: ModuleNotFoundError, extra: str) -> UnsupportedErro
     type=click.Path(path_type=Path),
     default=Path("/run/bootseer/snapshotter.sock"),
     show_default=True,
-    help="The socket that containerd's configuration names.",
+    help="Socket of the snapshotter, as in containerd's configuration.",
 )
 @click.option(
     "--root",
@@ -47,13 +47,12 @@ def _needs(what: str, error: ModuleNotFoundError, extra: str) -> UnsupportedErro
     # The folder that containerd gives its own snapshotters, and that CRI reports to a kubelet.
     default=Path("/var/lib/containerd/io.containerd.snapshotter.v1.bootseer"),
     show_default=True,
-    help="Where containers' writes and ordinary layers are kept; not on an overlay.",
+    help="Folder of containers' writes and ordinary layers; not on an overlay.",
 )
 @click.option(
     "--content",
     type=click.Path(path_type=Path),
-    help="Where containerd keeps what it pulls; default: beside --root. What it had to pull is "
-    "indexed from there.",
+    help="Content store of containerd, whose pulled images are indexed; default: beside --root.",
 )
 @click.option(
     "--linger",
@@ -61,16 +60,16 @@ def _needs(what: str, error: ModuleNotFoundError, extra: str) -> UnsupportedErro
     type=Seconds(0, 86_400),
     default=60.0,
     show_default=True,
-    help="How long an image stays mounted after its last container.",
+    help="Time for which an image stays mounted after its last container.",
 )
 @click.option(
     "--containerd",
     type=click.Path(path_type=Path),
     metavar="SOCKET",
-    help="Where containerd answers, which is asked for the pods of containers: the mount of an "
-    "image is then a stage of theirs in `bootseer report`. Default: nobody is asked.",
+    help="Socket of containerd, which names the pods of containers: then `bootseer report` shows "
+    "the mount of an image as a stage of its pod. Default: no such stages.",
 )
-@click.option("--check", is_flag=True, help="Ask the snapshotter that runs whether it answers.")
+@click.option("--check", is_flag=True, help="Exit with 0 if the running snapshotter answers.")
 def snapshotter(
     address: Path,
     root: Path,
@@ -81,7 +80,7 @@ def snapshotter(
 ) -> None:
     """Serve images of the store to containerd, without pulling them.
 
-    Runs until it is told to end; containers and their mounts stay. docs/containerd.md has
+    Runs until SIGTERM; containers and their mounts stay. docs/containerd.md has
     containerd's configuration.
     """
     try:
@@ -138,17 +137,17 @@ _at_removal = options(
     click.option(
         "--unless-daemonset",
         metavar="NAMESPACE/NAME",
-        help="Do nothing while the API server knows this DaemonSet: the pod is only replaced.",
+        help="Do nothing while this DaemonSet exists, since the pod is only being replaced.",
     ),
     click.option(
         "--until-unused",
         "patience_s",
         type=Seconds(0, 3600),
         metavar="TIME",
-        help="At the end of this pod: wait so long, at most, for the end of pods that need it.",
+        help="Wait until no pod needs this one, at most for this time; for the end of the pod.",
     ),
 )
-"""Options of what a pod does at its end."""
+"""Options for the end of a pod."""
 
 
 @command(
@@ -160,15 +159,15 @@ _at_removal = options(
     type=click.Path(path_type=Path),
     default=Path("/var/lib/kubelet"),
     show_default=True,
-    help="The kubelet's folder, which has the same path in here as on the node.",
+    help="Folder of the kubelet; it has the same path in the pod as on the node.",
 )
 @click.option(
-    "--endpoint", type=click.Path(path_type=Path), help="The driver's socket, in that folder."
+    "--endpoint", type=click.Path(path_type=Path), help="Socket of the driver, in that folder."
 )
 @click.option(
     "--registration",
     type=click.Path(path_type=Path),
-    help="The socket by which the kubelet finds the driver, in that folder.",
+    help="Socket by which the kubelet finds the driver, in that folder.",
 )
 @click.option(
     "--source",
@@ -176,9 +175,9 @@ _at_removal = options(
     multiple=True,
     metavar="URL",
     envvar="BOOTSEER_CSI_SOURCE",
-    help="Where checkpoint volumes may lie; may be repeated. Default: any remote URL.",
+    help="URL below which checkpoint volumes may lie; may be repeated. Default: any remote URL.",
 )
-@click.option("--check", is_flag=True, help="Ask the driver that runs whether it answers.")
+@click.option("--check", is_flag=True, help="Exit with 0 if the running driver answers.")
 @_at_removal
 def kubernetes_csi(
     kubelet_dir: Path,
@@ -191,7 +190,7 @@ def kubernetes_csi(
 ) -> None:
     """Serve images, environments and checkpoints as volumes of pods.
 
-    Registers itself with the kubelet. Runs until it is told to end; volumes and their mounts stay.
+    Registers itself with the kubelet. Runs until SIGTERM; volumes and their mounts stay.
     docs/csi.md has the kinds of volumes.
     """
     try:
@@ -235,7 +234,7 @@ def kubernetes_csi(
     type=click.Path(path_type=Path),
     default=Path("/run/bootseer/spawner.sock"),
     show_default=True,
-    help="The socket that BOOTSEER_SPAWNER names elsewhere.",
+    help="Socket of the spawner; BOOTSEER_SPAWNER names it for other processes.",
 )
 @click.option(
     "--grace",
@@ -244,14 +243,14 @@ def kubernetes_csi(
     default=60.0,
     show_default=True,
     metavar="TIME",
-    help="What writers of checkpoints have when it is told to end.",
+    help="Time for writers of checkpoints to finish after SIGTERM.",
 )
-@click.option("--check", is_flag=True, help="Ask the one that runs whether it answers.")
+@click.option("--check", is_flag=True, help="Exit with 0 if the running spawner answers.")
 def kubernetes_spawner(address: Path, grace_s: float, check: bool) -> None:
     """Start the servers of mounts for a snapshotter and a CSI driver, and outlive both.
 
-    They ask it where BOOTSEER_SPAWNER is its socket. SIGTERM ends all servers, those of checkpoints
-    first, and takes off what they have mounted.
+    A process with the variable BOOTSEER_SPAWNER, which names the socket, uses the spawner. SIGTERM
+    ends all servers, those of checkpoints first, and unmounts their mounts.
     """
     if check:
         from bootseer.served.spawner import is_answering
@@ -276,25 +275,30 @@ def kubernetes_spawner(address: Path, grace_s: float, check: bool) -> None:
     default=8443,
     show_default=True,
     metavar="N",
-    help="Where it serves HTTPS, on all addresses.",
+    help="Port of the HTTPS server, on all addresses.",
 )
-@click.option("--namespace", metavar="NAME", help="Default: that of the service account.")
+@click.option(
+    "--namespace",
+    metavar="NAME",
+    help="Namespace of the webhook. Default: that of the service account.",
+)
 @click.option(
     "--name",
     default="bootseer-webhook",
     show_default=True,
     metavar="NAME",
-    help="Of its Service, its Secret and its MutatingWebhookConfiguration.",
+    help="Name of the Service, the Secret and the MutatingWebhookConfiguration.",
 )
 @click.option(
     "--account",
     type=click.Path(path_type=Path),
-    help="The service account: a folder with token, ca.crt and namespace. Default: the pod's own.",
+    help="Folder of a service account, with token, ca.crt and namespace. Default: the pod's own.",
 )
 def kubernetes_webhook(port: int, namespace: str | None, name: str, account: Path | None) -> None:
     """Turn the annotations of pods into runtime class, volumes and variables.
 
-    Makes its own certificate, and tells the API server of it. See docs/kubernetes-annotations.md.
+    Makes a certificate of its own, and registers it with the API server. See
+    docs/kubernetes-annotations.md.
     """
     from bootseer.kubernetes.api import ACCOUNT, Api
 
@@ -335,7 +339,7 @@ _socket_option = click.option(
     type=click.Path(path_type=Path),
     default=Path("/run/containerd/containerd.sock"),
     show_default=True,
-    help="Where containerd answers.",
+    help="Socket of containerd.",
 )
 _restart_option = click.option(
     "--restart",

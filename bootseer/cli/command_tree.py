@@ -56,7 +56,7 @@ def _setting_options(hidden: bool) -> Iterator[click.Option]:
         [SET, "assignments"],
         metavar="NAME=VALUE",
         multiple=True,
-        help="Any setting, as `bootseer config` lists them; may be repeated.",
+        help="Value of any setting that `bootseer config` lists; may be repeated.",
         callback=_note_assignments,
         expose_value=False,
         hidden=hidden,
@@ -185,7 +185,7 @@ def _begin(context: click.Context, verbose: int) -> None:
     """Bootseer cuts the start-up time of large training jobs.
 
     Every setting is also a BOOTSEER_* variable and a line of bootseer.toml; see `bootseer config`.
-    Its options may stand behind the command, too.
+    These options may also follow the command.
     """
     _flags(context)
     begin_log(verbose)

@@ -118,23 +118,23 @@ def _show(found: ComparedLaunches) -> None:
     type=click.IntRange(8, 1_000_000),
     default=4000,
     show_default=True,
-    help="The network of one node, in Mbit/s.",
+    help="Network rate of one node, in Mbit/s.",
 )
 @click.option(
     "--file-mbyte",
     type=click.IntRange(1, 1_000_000),
     default=50,
     show_default=True,
-    help="How fast the storage serves one file, in MB/s.",
+    help="Rate at which the storage serves one file, in MB/s.",
 )
-@click.option("--quick", is_flag=True, help="A checkpoint of 128 MiB instead of 1 GiB.")
+@click.option("--quick", is_flag=True, help="Use a checkpoint of 128 MiB instead of 1 GiB.")
 @click.option(
     "--dir",
     "parent",
     type=click.Path(file_okay=False, path_type=Path, resolve_path=True),
-    help="Where to work; a folder in it is made, and removed. Default: /var/tmp.",
+    help="Parent of the temporary folder. Default: /var/tmp.",
 )
-@click.option("--keep", is_flag=True, help="Leave the folder, to look into it.")
+@click.option("--keep", is_flag=True, help="Keep the temporary folder.")
 @shows(ComparedLaunches, text=_show)
 def demo(
     link_mbit: int,

@@ -96,13 +96,13 @@ def _show(found: Collection) -> None:
     "--keep-last",
     metavar="N",
     type=click.IntRange(min=0),
-    help="Of the snapshots with the same targets and command keep the newest N.",
+    help="Keep the newest N of the snapshots with the same targets and command.",
 )
 @click.option(
     "--keep-days",
     metavar="DAYS",
     type=FiniteRange(min=0),
-    help="Keep snapshots that were made or used within so many days.",
+    help="Keep snapshots that were made or used within this number of days.",
 )
 @click.option(
     "--keep",
@@ -118,7 +118,7 @@ def _show(found: Collection) -> None:
     type=click.IntRange(min=0),
     default=20,
     show_default=True,
-    help="Of each job keep the timelines of the newest N starts.",
+    help="Keep the timelines of the newest N starts of each job.",
 )
 @click.option(
     "--keep-start-days",
@@ -126,7 +126,7 @@ def _show(found: Collection) -> None:
     type=FiniteRange(min=0),
     default=90.0,
     show_default=True,
-    help="Keep timelines for so many days at most.",
+    help="Keep timelines for at most this number of days.",
 )
 @click.option(
     "--age",
@@ -135,9 +135,9 @@ def _show(found: Collection) -> None:
     type=Age(),
     default="24h",
     show_default=True,
-    help="Keep what is younger: somebody may be publishing what needs it.",
+    help="Keep younger objects: a record that needs them may not be published yet.",
 )
-@click.option("--delete", is_flag=True, help="Delete. Without it, only say what would go.")
+@click.option("--delete", is_flag=True, help="Delete; without this option, only list the objects.")
 @shows(Collection, text=_show)
 def gc(
     keep_last: int | None,

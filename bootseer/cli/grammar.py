@@ -146,7 +146,7 @@ _PREPARED = (
     Option(
         "--bind",
         "binds",
-        "Show a path of this host in the image. A device node that is named may be used.",
+        "Show a path of this host in the image; a named device node may be used.",
         "SRC:DST[:ro]",
         repeats=True,
     ),
@@ -159,28 +159,28 @@ _PREPARED = (
     Option(
         "--setup",
         "setups",
-        "A set-up command: run once, restored later. In order, where there are several.",
+        "Set-up command: run once, restored later. Several run in order.",
         "CMD",
         repeats=True,
     ),
     Option(
         "--target",
         "targets",
-        "A directory that the set-up makes or changes. Without: inferred, and printed.",
+        "Directory that the set-up makes or changes. Default: inferred, and printed.",
         "DIR",
         repeats=True,
     ),
     Option(
         "--input",
         "inputs",
-        "A file that decides the set-up's result, besides those that it names.",
+        "File that decides the set-up's result, besides those that the set-up names.",
         "FILE",
         repeats=True,
     ),
     Option(
         "--input-env",
         "variables",
-        "An environment variable that decides the set-up's result.",
+        "Environment variable that decides the set-up's result.",
         "NAME",
         repeats=True,
     ),
@@ -201,7 +201,7 @@ _PREPARED = (
     Option(
         "--keep",
         "kept",
-        "Keep this directory between starts, as the caches of compilers are by themselves.",
+        "Keep this directory between starts, in addition to the caches of compilers.",
         "DIR",
         repeats=True,
     ),
@@ -217,15 +217,21 @@ RUN = (
     Option(
         "--linger",
         "linger",
-        "Keep what was mounted for so long after the job, for its next start on this node.",
+        "Keep mounts for this time after the job, for its next start on this node.",
         "DURATION",
     ),
 )
 STANDBY = (
     *_PREPARED,
-    Option("--for", "duration", "How long it is held for a start.", "DURATION", default="1h"),
-    Option("--status", "shows", "Show what is held for the job, and stop."),
-    Option("--end", "ends", "Let go of what is held for the job."),
+    Option(
+        "--for",
+        "duration",
+        "Time for which the mounts are held for a start.",
+        "DURATION",
+        default="1h",
+    ),
+    Option("--status", "shows", "Show the mounts that are held for the job, then exit."),
+    Option("--end", "ends", "Release the mounts that are held for the job."),
 )
 
 

@@ -173,19 +173,19 @@ def _show_indexed(done: IndexedImage) -> None:
 
 @command("image index", epilog="Example: bootseer image index oci:./build:v1 --name train:v1")
 @click.argument("source", metavar="SRC")
-@click.option("--name", metavar="REF", help="Catalogue it under this name.")
+@click.option("--name", metavar="REF", help="Name of the image in the store.")
 @click.option(
     "--to",
     "target",
     type=click.Choice(("store", "registry")),
     default="store",
     show_default=True,
-    help="Where to: the store, or beside the image in its registry.",
+    help="Destination: the store, or beside the image in its registry.",
 )
 @click.option(
     "--verify",
     is_flag=True,
-    help="Read the layers that are there already, and make damaged ones anew.",
+    help="Read the layers that exist already, and replace damaged ones.",
 )
 @shows(IndexedImage, text=_show_indexed)
 def image_index(source: str, name: str | None, target: str, verify: bool) -> IndexedImage:
@@ -396,7 +396,9 @@ def _stay(settings: Settings, directory: Path) -> None:
 @command("image mount", epilog="Example: bootseer image mount train:v1 /mnt/train")
 @click.argument("reference", metavar="REF")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--foreground", is_flag=True, help="Stay until unmounted; Ctrl-C unmounts.")
+@click.option(
+    "--foreground", is_flag=True, help="Serve in this process until unmounted; Ctrl-C unmounts."
+)
 @shows(NewImageMount, code=_stay_if_asked)
 def image_mount(reference: str, directory: Path, foreground: bool) -> NewImageMount:
     """Mount the image REF, an indexed one or its source, on the directory DIR, read-only.
@@ -471,7 +473,7 @@ def _show_cache(found: ImageCache) -> None:
     "trim_bytes",
     type=Size(),
     metavar="SIZE",
-    help="First remove what was not used for longest, until the rest is within SIZE.",
+    help="First remove the least recently used contents, until the rest is within SIZE.",
 )
 @click.option(
     "--verify",

@@ -59,7 +59,7 @@ def _code_of_served(found: Served) -> int:
     "wait_s",
     type=Seconds(0, 86_400),
     metavar="TIME",
-    help="First wait, at most so long, until what starts recorded or pulled is published.",
+    help="First wait, at most for this time, until records and pulled images are published.",
 )
 @shows(Served, text=_show_served, code=_code_of_served)
 def status(directory: Path | None, wait_s: float | None) -> Served:
@@ -170,7 +170,7 @@ def _say_covered(done: Unmounted) -> None:
     "off (10 s).",
 )
 @click.option(
-    "--lazy", is_flag=True, help="Take an environment off also while files in it are open."
+    "--lazy", is_flag=True, help="Unmount an environment even while files in it are open."
 )
 @shows(Unmounted, text=_say_covered, code=lambda done: EXIT_FAILURE if done.unwritten else EXIT_OK)
 def unmount(directory: Path, timeout_s: float | None, lazy: bool) -> Unmounted:

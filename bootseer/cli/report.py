@@ -305,15 +305,20 @@ def _file_option(name: str, parameter: str, text: str) -> Callable[[_F], _F]:
 
 @command("report", epilog="Example: bootseer report llama-70b --html start.html")
 @click.argument("job", required=False)
-@click.option("--attempt", "wanted", type=click.IntRange(min=0), help="Which start; default: last.")
-@click.option("--submission", metavar="ID", help="Which submission; default: last.")
+@click.option(
+    "--attempt",
+    "wanted",
+    type=click.IntRange(min=0),
+    help="Attempt of the submission; default: the last one.",
+)
+@click.option("--submission", metavar="ID", help="Submission; default: the last one.")
 @click.option(
     "--compare",
     metavar="START",
-    help="Also say how it differs from SUBMISSION:ATTEMPT, or from the `previous` start.",
+    help="Compare with SUBMISSION:ATTEMPT, or with the `previous` start.",
 )
-@click.option("--list", "lists", is_flag=True, help="List the last starts instead.")
-@click.option("--history", is_flag=True, help="Say what the last starts have in common instead.")
+@click.option("--list", "lists", is_flag=True, help="List the last starts.")
+@click.option("--history", is_flag=True, help="Summarize the last starts.")
 @click.option(
     "--with",
     "others",
@@ -447,7 +452,7 @@ def _other(source: Source, job: str, start: ExplainedStart, name: str) -> Listed
     type=FiniteRange(min=0),
     default=3.0,
     show_default=True,
-    help="Name stages open for so many medians.",
+    help="Report a stage that is open for this multiple of its median.",
 )
 @click.option(
     "--every",
@@ -455,9 +460,9 @@ def _other(source: Source, job: str, start: ExplainedStart, name: str) -> Listed
     default=2.0,
     show_default=True,
     metavar="TIME",
-    help="Look so often.",
+    help="Interval between two looks.",
 )
-@click.option("--once", is_flag=True, help="Look once, and end.")
+@click.option("--once", is_flag=True, help="Look once, then exit.")
 @json_option
 @documents(StartProgress)
 def watch(job: str | None, times: float, every: float, once: bool, as_json: bool) -> None:

@@ -191,7 +191,12 @@ def _show_stored(made: ShownSnapshot) -> None:
     "snapshot create", epilog="Example: bootseer snapshot create --target /opt/env --name base-env"
 )
 @click.option(
-    "--target", "targets", metavar="DIR", multiple=True, required=True, help="A directory."
+    "--target",
+    "targets",
+    metavar="DIR",
+    multiple=True,
+    required=True,
+    help="Directory to capture; may be repeated.",
 )
 @click.option("--name", metavar="NAME", default="", help="A name for `restore` and `show`.")
 @shows(ShownSnapshot, text=_show_stored)
@@ -209,19 +214,19 @@ def snapshot_create(targets: tuple[str, ...], name: str) -> ShownSnapshot:
     "directory",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Another place; without --relocate only for a directory that holds no path of its own.",
+    help="Restore to this directory; without --relocate only if no file contains its own path.",
 )
 @click.option(
     "--relocate",
     "relocates",
     is_flag=True,
-    help="Change the paths in an environment, so that it works in the place given with --to.",
+    help="Change the paths in an environment, so that it works in the directory of --to.",
 )
 @click.option(
     "--system",
     "allows_system",
     is_flag=True,
-    help="Also into directories of the system, such as /usr/bin and /etc, or a user's settings.",
+    help="Allow directories of the system, such as /usr/bin and /etc, and of a user's settings.",
 )
 @mode_option
 @shows(
@@ -268,7 +273,7 @@ def snapshot_restore(
     type=click.Choice(("age", "size", "name", "targets")),
     default="age",
     show_default=True,
-    help="Newest first, largest own part of the store first, or by text.",
+    help="Order: newest, largest in the store, or by text.",
 )
 @shows(
     list[ShownSnapshot],
@@ -325,7 +330,7 @@ def _show_details(found: SnapshotDetails) -> None:
 
 @command("snapshot show", epilog="Example: bootseer snapshot show 3f2a91 --files")
 @click.argument("key")
-@click.option("--files", is_flag=True, help="Every name in it, with mode, owner, size.")
+@click.option("--files", is_flag=True, help="List every name with mode, owner and size.")
 @shows(SnapshotDetails, text=_show_details)
 def snapshot_show(key: str, files: bool) -> SnapshotDetails:
     """Show the parts, targets and files of a snapshot or a kept cache."""
@@ -403,7 +408,7 @@ def _show_diff(found: SnapshotDiff) -> None:
 @command("snapshot diff", epilog="Example: bootseer snapshot diff base-env 3f2a91 --packages")
 @click.argument("before", metavar="A")
 @click.argument("after", metavar="[B]", required=False)
-@click.option("--packages", "packages_only", is_flag=True, help="No files.")
+@click.option("--packages", "packages_only", is_flag=True, help="Compare packages only.")
 @shows(SnapshotDiff, text=_show_diff)
 def snapshot_diff(before: str, after: str | None, packages_only: bool) -> SnapshotDiff:
     """Show the differences from snapshot A to B: packages and their versions, and files.
@@ -454,8 +459,10 @@ def _code_of_verdicts(found: list[CheckedSnapshot]) -> int:
 
 @command("snapshot verify", epilog="Example: bootseer snapshot verify --all --quick")
 @click.argument("keys", metavar="[KEY]...", nargs=-1)
-@click.option("--all", "every", is_flag=True, help="Every snapshot in the store.")
-@click.option("--quick", is_flag=True, help="Only whether all is there and of the right size.")
+@click.option("--all", "every", is_flag=True, help="Check every snapshot in the store.")
+@click.option(
+    "--quick", is_flag=True, help="Check only that all objects exist with the right size."
+)
 @shows(
     list[CheckedSnapshot],
     *("key=fingerprint", "name", "ok", "problems"),
@@ -522,7 +529,7 @@ def snapshot_export(key: str, file: Path) -> ExportedSnapshot:
 )
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
-    "--target", metavar="DIR", required=True, help="The directory that it is restored to."
+    "--target", metavar="DIR", required=True, help="Directory to which the snapshot is restored."
 )
 @click.option("--name", metavar="NAME", default="", help="A name for `restore` and `show`.")
 @shows(ShownSnapshot, text=_show_stored)

@@ -92,21 +92,21 @@ _set_up_options = options(
         "targets",
         metavar="DIR",
         multiple=True,
-        help="A directory that the command makes or changes. Without: inferred, and printed.",
+        help="Directory that the command makes or changes. Default: inferred, and printed.",
     ),
     click.option(
         "--input",
         "inputs",
         metavar="FILE",
         multiple=True,
-        help="A file or directory that decides the result, besides those named in the command.",
+        help="File or directory that decides the result, besides those named in the command.",
     ),
     click.option(
         "--input-env",
         "variables",
         metavar="NAME",
         multiple=True,
-        help="An environment variable that decides the result; its value is not stored.",
+        help="Environment variable that decides the result; its value is not stored.",
     ),
     click.argument("command", nargs=-1, required=True),
 )
@@ -141,7 +141,7 @@ def _command(words: tuple[str, ...]) -> list[str]:
     type=Seconds(min=0, max=30 * 86_400),
     default=1800.0,
     show_default=True,
-    help="How long to wait for another node or process that runs the same set-up.",
+    help="Longest wait for another node or process that runs the same set-up.",
 )
 @mode_option
 @_set_up_options

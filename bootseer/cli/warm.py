@@ -102,21 +102,23 @@ def _show(found: WarmedDirectory | ShownRecord) -> None:
 )
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option(
-    "--name", metavar="NAME", help="Names the directory, where its path differs between nodes."
+    "--name", metavar="NAME", help="Name of the directory, if its path differs between nodes."
 )
-@click.option("--record", is_flag=True, help="Record also where there is a record; both count.")
+@click.option(
+    "--record", is_flag=True, help="Record even if there is a record; the union of both is stored."
+)
 @click.option(
     "--method",
     type=click.Choice(["auto", "fanotify", "inotify", "residency"]),
     default="auto",
     show_default=True,
-    help="How a recording learns what is touched.",
+    help="How a recording finds the files that are opened.",
 )
 @click.option(
     "--memory",
     type=Size(),
     metavar="SIZE",
-    help="Read at most so much (half of what is available).",
+    help="Limit for the bytes that are read (half of the available memory).",
 )
 @click.option(
     "--threads",
@@ -124,9 +126,11 @@ def _show(found: WarmedDirectory | ShownRecord) -> None:
     default=4,
     show_default=True,
     metavar="N",
-    help="Files that are read at once.",
+    help="Number of files that are read at once.",
 )
-@click.option("--show", is_flag=True, help="Print the record, and what was done here last.")
+@click.option(
+    "--show", is_flag=True, help="Print the record, and the result of the last run on this node."
+)
 @click.option("--forget", is_flag=True, help="Remove the record: the next start makes a new one.")
 @shows(WarmedDirectory | ShownRecord, text=_show)
 def warm(

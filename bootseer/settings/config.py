@@ -186,7 +186,7 @@ class Settings(Struct, frozen=True):
     timeline_dir: Path = _setting(
         FOLDER,
         lambda login: str(login.folder("XDG_STATE_HOME", ".local/state") / "timeline"),
-        "Where each start's timeline is written.",
+        "Folder of timelines.",
         _OF_USER,
     )
     job: str = _setting(
@@ -198,17 +198,20 @@ class Settings(Struct, frozen=True):
     submission: str = _setting(
         NAME_OR_NONE,
         lambda login: as_name(login.submission) or "none",
-        "Tells two submissions of one job apart; the same on every node.",
+        "Identity of a submission of the job; the same on every node.",
         f"{_OF_SCHEDULER}`none`",
     )
     attempt: int = _setting(
         COUNT,
         lambda login: login.first_of("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT") or "0",
-        "Which start of the submission this is, from 0.",
+        "Number of the start within the submission, from 0.",
         f"{_OF_SCHEDULER}`0`",
     )
     node: str = _setting(
-        NAME, lambda _: as_name(os.uname().nodename) or "node", "This node.", "the host's name"
+        NAME,
+        lambda _: as_name(os.uname().nodename) or "node",
+        "Name of this node.",
+        "the host's name",
     )
     rank: int = _setting(
         COUNT,
@@ -217,85 +220,93 @@ class Settings(Struct, frozen=True):
         f"{_OF_SCHEDULER}`0`",
     )
     workload: str = _setting(
-        NAME, "default", "Names the record of what a start touches: one image may serve several."
+        NAME,
+        "default",
+        "Name of the record of a start's reads: one image may have several workloads.",
     )
     deadline_s: float = _setting(
-        SECONDS, "60", "No single wait is longer, nor are all waits in vain of one start."
+        SECONDS,
+        "60",
+        "Longest single wait, and limit for the sum of a start's waits without success.",
     )
-    cache_limit_bytes: int = _setting(SIZE, "100GB", "The node's cache is kept below this.")
-    memory_bytes: int = _setting(SIZE, "512MiB", "What one checkpoint mount may hold in memory.")
+    cache_limit_bytes: int = _setting(SIZE, "100GB", "Limit for the node's cache.")
+    memory_bytes: int = _setting(SIZE, "512MiB", "Memory limit of a checkpoint mount.")
     # With this default a thousand nodes read at most 5 GB/s from the store.
     fill_bytes_per_s: int = _setting(
-        SIZE, "5MB", "How much of a started image's rest is fetched per second; 0: nothing."
+        SIZE, "5MB", "Rate at which the rest of a started image is fetched; 0: it is not fetched."
     )
     record: str = _setting(
         choice(RECORD_MODES, "way to record"),
         "auto",
-        "Whether a start's reads of an image are recorded; auto: where no bundle met them well.",
+        "Whether a start's reads of an image are recorded; auto: if no bundle fits them well.",
     )
     record_window_s: float = _setting(
-        SECONDS, "120", "A record ends after this, if ready() was not called."
+        SECONDS, "120", "Time after which a record ends if ready() was not called."
     )
     prefetch: bool = _setting(
-        SWITCH, "on", "Whether what earlier starts read of an image is fetched ahead."
+        SWITCH, "on", "Whether the pages of an image that earlier starts read are fetched ahead."
     )
     metrics_dir: Path | None = _setting(
-        FOLDER_OR_OFF, "off", "Where figures for Prometheus are written, for node-exporter."
+        FOLDER_OR_OFF, "off", "Folder for Prometheus figures, read by node-exporter."
     )
     auto_index: bool = _setting(
-        SWITCH, "on", "Whether an image that had to be pulled is published, for later starts."
+        SWITCH, "on", "Whether a pulled image is published for later starts."
     )
     copy_layers: bool = _setting(
         SWITCH,
         "on",
-        "Whether an image's layers are copied to the store; off: nodes read those of a registry "
-        "from there, by seek points.",
+        "Whether an image's layers are copied to the store; off: nodes read layers of a registry "
+        "from the registry, by seek points.",
     )
     publish_timelines: bool = _setting(
         SWITCH, "on", "Whether a node puts the timeline of its start into the store."
     )
     trace_python: bool = _setting(
-        SWITCH, "on", "Whether a job's Python processes note what they do until they are ready."
+        SWITCH,
+        "on",
+        "Whether a job's Python processes record their imports and stages until they are ready.",
     )
     keep_caches: bool = _setting(
         switch("auto"), "auto", "Whether caches that frameworks name by variables are kept."
     )
     keep_limit_bytes: int = _setting(
-        SIZE, "4GB", "What one kept cache may hold; what is unused for longest goes first."
+        SIZE, "4GB", "Size limit of a kept cache; the least recently used files are removed first."
     )
     preload_limit_bytes: int = _setting(
-        SIZE, "8GB", "Memory of a process that `--preload` imports in; it gives up beyond that."
+        SIZE, "8GB", "Memory limit of a preloader (`--preload`), which gives up beyond it."
     )
     linger_s: float = _setting(
-        LINGER, "off", "How long what a start has mounted stays after its job, for the next start."
+        LINGER, "off", "Time for which a start's mounts stay after its job, for the next start."
     )
     fanout: bool = _setting(
         switch("auto"),
         "auto",
-        "Whether the nodes of a job feed each other; auto: from four that know each other on.",
+        "Whether the nodes of a job feed each other; auto: from four known nodes on.",
     )
     fanout_hosts: str = _setting(
         SettingKind("HOSTS|FILE|auto", str),
         "auto",
-        "Nodes of the job, as in `node[01-16],login`, or the file that lists them.",
-        "`auto`: what the scheduler says",
+        "Nodes of the job, such as `node[01-16],login`, or a file with their names.",
+        "`auto`: the scheduler's list",
     )
     fanout_port: int = _setting(
         PORT,
         "auto",
-        "Port at which they meet, the same on all.",
+        "Port of fan-out, the same on all nodes.",
         "`auto`: one from 27000 to 27999, by job, submission and attempt",
     )
     fanout_key_file: Path | None = _setting(
-        FILE_OR_OFF, "off", "File with the key that they trust, 64 hexadecimal digits; mode 0600."
+        FILE_OR_OFF, "off", "File with the shared key of fan-out: 64 hexadecimal digits; mode 0600."
     )
     registry_hosts_dir: Path = _setting(
-        FOLDER, "/etc/containerd/certs.d", "Mirrors of registries, as containerd's hosts.toml."
+        FOLDER,
+        "/etc/containerd/certs.d",
+        "Folder with mirrors of registries, in containerd's format (hosts.toml).",
     )
     snapshot_max_age_s: float = _setting(
         MAX_AGE,
         "auto",
-        "An older snapshot is made anew; auto: after a week, if what the set-up gets may change.",
+        "Age beyond which a snapshot is made again; auto: a week, if its set-up may change.",
     )
     restore_mode: str = _setting(
         choice(RESTORE_MODES, "restore mode"), "auto", "How snapshots are put in place."
@@ -306,7 +317,7 @@ class Settings(Struct, frozen=True):
     trusted_owners: str = _setting(
         SettingKind("USERS", _owners),
         "root",
-        "Whose folders are trusted besides this user's and root's.",
+        "Users whose folders are trusted, besides this user and root.",
     )
 
 
