@@ -188,8 +188,8 @@ def cache_import(
 ) -> Generation:
     """Make FILE, a tar, tar.gz or tar.zst, the newest generation of the cache NAME of COMMAND.
 
-    The key is that of this host, as `cache explain` prints it: you vouch for it that the files
-    were made for such hosts.
+    The key is that of this host, as `cache explain` prints it: the files must have been made for
+    such hosts, which is not checked.
     """
     from bootseer.base.progress import ProgressBar
     from bootseer.launch.caches.commands import import_cache

@@ -104,11 +104,11 @@ def checkpoint_mount(
 ) -> NewCheckpointMount | None:
     """Mount the checkpoints at URL on DIRECTORY.
 
-    Returns once the mount works; a process in the background serves it. With --foreground it exits
-    with 1 and names them when files were still being written at its end: nothing of those is kept.
-    Large files are striped over several files that are read and written in parallel;
-    docs/SEMANTICS.md says what holds. What a killed server has left on DIRECTORY is taken off.
-    SIGTERM to the server unmounts.
+    Returns once the mount works; a background process serves it. Large files are striped over
+    several files that are read and written in parallel; docs/SEMANTICS.md lists the guarantees. A
+    mount that a killed server has left on DIRECTORY is unmounted first. SIGTERM to the server
+    unmounts. With --foreground, files that are still being written at the end are named and lost,
+    and the exit code is 1.
     """
     from bootseer.fuse.striped.mounted.mount import make_mount_point, mount_checkpoints, mount_spec
     from bootseer.launch.checkpoints import created_warning
@@ -179,8 +179,8 @@ def _protect(directory: Path) -> None:
 def checkpoint_restart(directory: str, force: bool, timeout: float) -> Restarted:
     """Serve the mount on DIRECTORY by a new process, with the code that is installed now.
 
-    What is open stays open. Waits for files that are being written, and gives up after --timeout;
-    with --force it does not wait, and their writers get an error.
+    Open files stay open. The command waits for files that are being written, and gives up after
+    --timeout; with --force it does not wait, and their writers get an error.
     """
     from bootseer.fuse.striped.mounted.mount import restart_checkpoints
 

@@ -356,8 +356,8 @@ _restart_option = click.option(
 def kubernetes_containerd_install(socket: Path, restart: str) -> None:
     """Add the proxy plugin and the runtime class to containerd's configuration.
 
-    containerd is restarted only where it runs without them. What it had is left as it is, and the
-    runtime class is a copy of its default runtime.
+    containerd is restarted only if it runs without them. Its other settings stay, and the runtime
+    class is a copy of its default runtime.
     """
     from bootseer.kubernetes import containerd_config as installer
 

@@ -145,9 +145,9 @@ def demo(
 ) -> ComparedLaunches:
     """Launch a job twice on this machine, on two "nodes" with empty caches, and compare.
 
-    Image, environment, checkpoint, FUSE mounts and container are real. Only the network is not:
-    image, store and checkpoints are on this disk, behind a rate limit that stands for a shared
-    network. As root it shows everything; without, it says what it leaves out.
+    Image, environment, checkpoint, FUSE mounts and container are real. Only the network is
+    simulated: image, store and checkpoints are on this disk, behind a rate limit. Without root,
+    some stages are left out and listed.
     """
     from bootseer.demo.comparison import compare
     from bootseer.demo.job import DemoPlan, Network, World, left_out_of

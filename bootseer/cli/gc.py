@@ -152,10 +152,10 @@ def gc(
 ) -> Collection:
     """Delete the objects that no image and no snapshot in the store needs.
 
-    Images and snapshots themselves stay, unless they are named or, for snapshots, --keep-last or
-    --keep-days are given: then a snapshot stays if one of these keeps it. What was used within
-    three days stays readable in any case. Timelines of old starts go. Kept caches go when nobody
-    used them for 30 days, or for --keep-days.
+    Images stay unless they are named. Snapshots stay unless they are named, or --keep-last or
+    --keep-days is given: then a snapshot stays if one of these options keeps it. Objects that were
+    used within three days stay in any case. Timelines of old starts are deleted, and kept caches
+    that were unused for 30 days, or for --keep-days.
     """
     from bootseer.base.progress import ProgressBar
     from bootseer.gc.collect import collect

@@ -403,9 +403,9 @@ def _stay(settings: Settings, directory: Path) -> None:
 def image_mount(reference: str, directory: Path, foreground: bool) -> NewImageMount:
     """Mount the image REF, an indexed one or its source, on the directory DIR, read-only.
 
-    An image that nobody has indexed is pulled first, and indexed in the background. Returns at once
-    otherwise: what is read is fetched when it is first touched, and what earlier starts of
-    the workload (`bootseer --workload NAME image mount ...`) read is fetched ahead.
+    An image without an index is pulled first, and indexed in the background. Otherwise the command
+    returns at once: bytes are fetched when they are first read, and those that earlier starts of
+    the workload (`bootseer --workload NAME image mount ...`) read are fetched ahead.
     """
     from bootseer.prefetch.images.mount import mount_image
 

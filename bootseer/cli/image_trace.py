@@ -206,12 +206,13 @@ def _show_imported(done: ImportedTrace) -> None:
 def image_trace_import(reference: str, file: Path) -> ImportedTrace:
     """Import the list of files in FILE as a trace of the image REF, and make a bundle of it.
 
-    FILE (- for standard input) names a file of the image on each line, in the order of use, or a
-    range of one: path, offset and length, separated by tabs or spaces. Or it is what eStargz's
-    optimizer records (JSON lines with "path"). Lines that name nothing in the image are counted.
+    Each line of FILE (- for standard input) names a file of the image, or a range of a file (path,
+    offset and length, separated by tabs or spaces), in the order of use. FILE may also be a record
+    of eStargz's optimizer (JSON lines with "path"). Lines that name nothing in the image are
+    counted.
 
-    A list counts as one start. Where the workload has recorded others, the bundle is made of all;
-    of three and more, ranges that only one of them read are left out.
+    A list counts as one start. The bundle is made of all recorded starts of the workload; if there
+    are three or more, ranges that only one of them read are left out.
     """
     from bootseer.prefetch.index.catalogue import find_image, load_tree
     from bootseer.prefetch.publish.bundle_build import add_trace

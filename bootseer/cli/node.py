@@ -65,10 +65,10 @@ def _code_of_served(found: Served) -> int:
 def status(directory: Path | None, wait_s: float | None) -> Served:
     """Show mounts and background processes of this node, or the figures of the mount on DIR.
 
-    Of images, environments, checkpoint folders, attendants, preloaders, publishers and warming:
-    kind and place, time of begin, processes that serve and use it, faults and what to do about
-    them. Mounts of other users are named. With --json there are all figures of each mount. With DIR
-    the exit code is 1 where the server is dead or does not answer.
+    A row for each image, environment, checkpoint folder, attendant, preloader, publisher and
+    warming process: kind, place, start time, the processes that serve and use it, and problems with
+    their remedies. Mounts of other users are listed by name. --json has all figures of each mount.
+    With DIR, the exit code is 1 if the server is dead or does not answer.
     """
     settings = current_settings()
     if wait_s is not None:

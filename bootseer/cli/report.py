@@ -345,10 +345,10 @@ def report(
 ) -> None:
     """Explain the last start of JOB (default: the configured job).
 
-    A table of its stages, the critical path until the last process was ready, who held the others
-    at each barrier, nodes slower than their peers and why, and what the start would have been. A
-    stage that is "open" has begun and never ended: it hangs, or its process was killed. Times of
-    the table count from the start of the same node.
+    Shows a table of its stages, the critical path until the last process was ready, the process
+    that delayed the others at each barrier, nodes slower than their peers and the causes, and the
+    estimated duration without these delays. A stage that is "open" has begun and never ended: it
+    hangs, or its process was killed. Times in the table count from the start of the same node.
 
     Reads the timelines in `timeline_dir` and those that nodes have put into the store.
     """
@@ -468,10 +468,10 @@ def _other(source: Source, job: str, start: ExplainedStart, name: str) -> Listed
 def watch(job: str | None, times: float, every: float, once: bool, as_json: bool) -> None:
     """Follow the newest start of JOB (default: the configured job) until it is ready.
 
-    Reads the timelines in `timeline_dir`, at once where the nodes share that folder, and those that
-    nodes have put into the store, which they do now and then until they are ready.
-    Ends, and says why, when all processes are ready, when the start has failed, when nothing was
-    noted for ten minutes, and at once where nothing is under way.
+    Reads the timelines in `timeline_dir`, which are current if the nodes share that folder, and
+    those in the store, which nodes update from time to time until they are ready. Ends with the
+    reason when all processes are ready, when the start has failed, when no stage was recorded for
+    ten minutes, or if no start is under way.
     """
     settings = current_settings()
     job = job or settings.job

@@ -238,8 +238,8 @@ def snapshot_restore(
 ) -> ShownSnapshot:
     """Put a snapshot's directories where they were; KEY is a fingerprint, its start, or a name.
 
-    A directory that exists must be empty, or be as it was before the set-up. The snapshot says
-    where it goes: that is printed first.
+    An existing directory must be empty, or have its contents from before the set-up. The
+    directories of the snapshot are printed first.
     """
     from bootseer.snapshots.restore import early_server
 
@@ -469,10 +469,10 @@ def _code_of_verdicts(found: list[CheckedSnapshot]) -> int:
     code=_code_of_verdicts,
 )
 def snapshot_verify(keys: tuple[str, ...], every: bool, quick: bool) -> list[CheckedSnapshot]:
-    """Check that snapshots can be restored: read all they consist of, against the digests.
+    """Check that snapshots can be restored: read all of their objects and compare the digests.
 
-    Exits with 15 where something is damaged or missing. A damaged snapshot is replaced by the
-    next set-up that would use it.
+    Exits with 15 if an object is damaged or missing. A damaged snapshot is replaced by the next
+    set-up that would use it.
     """
     from bootseer.base.progress import ProgressBar
     from bootseer.snapshots import catalogue

@@ -144,12 +144,12 @@ def warm(
     show: bool,
     forget: bool,
 ) -> WarmedDirectory | ShownRecord | None:
-    """Start COMMAND, and read ahead the parts of DIRECTORY that it will touch.
+    """Start COMMAND, and read ahead the parts of DIRECTORY that earlier starts have read.
 
     For an environment on Lustre or NFS, or an image under another snapshotter. The first start
-    records the parts that are touched; later ones, on any node, read exactly these into the page
-    cache, in large reads. The wrapper replaces itself by COMMAND. Without COMMAND the record is
-    read ahead now. `--workload` tells several uses of a directory apart. See docs/warm.md.
+    records the parts that are read; later starts, on any node, read exactly these into the page
+    cache, in large reads. The wrapper replaces itself by COMMAND. Without COMMAND, the recorded
+    parts are read now. `--workload` distinguishes several uses of a directory. See docs/warm.md.
     """
     as_json = click.get_current_context().params["as_json"]
     _check_usage(command, record=record, show=show, forget=forget, as_json=as_json)

@@ -29,10 +29,9 @@ def _params(options: Sequence[Option]) -> list[click.Parameter]:
 def _run(command: tuple[str, ...], **options: Any) -> None:
     """Start a training job: prepare image, environment and checkpoint, then become COMMAND.
 
-    The wrapper replaces itself by COMMAND, so signals and the exit code are COMMAND's own. The
-    first start of a job records; later starts, on any node, replay. Without COMMAND it is the
-    image's own. See `bootseer report`, and docs/launch.md for what the job finds in its
-    environment.
+    The wrapper replaces itself by COMMAND, so signals and the exit code are COMMAND's own. Without
+    COMMAND, the image's own command is started. The first start of a job records; later starts, on
+    any node, replay. See `bootseer report`; docs/launch.md lists the job's variables.
     """
     start(current_config(), command, options)
 
@@ -40,10 +39,10 @@ def _run(command: tuple[str, ...], **options: Any) -> None:
 def _standby(command: tuple[str, ...], **options: Any) -> None:
     """Prepare all but COMMAND, and hold it for the job's start on this node.
 
-    `bootseer run` with the same options takes it over as it is, as it does what lingers after
-    a job: mounts of images, environments and checkpoint folders; where COMMAND is named, its kept
-    caches and, with --preload, its imports. Ends when all is there; what is held goes by itself
-    after a while.
+    Held are the mounts of images, environments and checkpoint folders; if COMMAND is given, also
+    its kept caches and, with --preload, its imports. A later `bootseer run` with the same options
+    takes them over, as it takes over lingering mounts. The command exits when everything is
+    prepared. After the time of --for, everything is released.
     """
     hold(current_config().settings, command, options)
 
