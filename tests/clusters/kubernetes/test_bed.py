@@ -86,9 +86,9 @@ def test_rights_are_those_of_roles(cluster: KubernetesCluster) -> None:
 
 def test_nothing_remains_of_a_cluster_whose_test_was_killed(tmp_path: Path) -> None:
     program = (
-        "from testbed.kubernetes.cluster import Cluster\n"
+        "from testbed.kubernetes.cluster import KubernetesCluster\n"
         "import sys, time\n"
-        "cluster = Cluster(node_count=1)\n"
+        "cluster = KubernetesCluster(node_count=1)\n"
         "print(cluster.folder, cluster.nodes[0].pid, flush=True)\n"
         "time.sleep(600)\n"
     )
