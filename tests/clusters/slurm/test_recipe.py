@@ -42,6 +42,7 @@ def job(cluster: SlurmCluster, hdfs: MiniHdfs) -> Path:
     return folder
 
 
+@pytest.mark.timeout(1000)
 def test_the_recipe_trains_is_requeued_and_goes_on(
     cluster: SlurmCluster, hdfs: MiniHdfs, job: Path
 ) -> None:
@@ -55,10 +56,15 @@ def test_the_recipe_trains_is_requeued_and_goes_on(
         assert cluster.state(number) not in ("FAILED", "CANCELLED"), cluster.logs()
         return output.exists() and text in output.read_text()
 
-    wait_for(lambda: said("saved step 100"), "the first checkpoint", timeout_s=180, interval_s=0.5)
+    try:
+        wait_for(
+            lambda: said("saved step 100"), "the first checkpoint", timeout_s=400, interval_s=0.5
+        )
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {cluster.state(number)}\n{cluster.logs()}") from None
     cluster.run("scontrol", "requeue", str(number))
     ends = ("COMPLETED", "FAILED", "CANCELLED")
-    assert cluster.wait_for_state(number, *ends, timeout_s=240) == "COMPLETED", cluster.logs()
+    assert cluster.wait_for_state(number, *ends, timeout_s=400) == "COMPLETED", cluster.logs()
     text = output.read_text()
     began = re.findall(r"attempt (\d) begins at step (\d+)", text)
     # The second attempt continues from the checkpoint saved at SIGTERM.
