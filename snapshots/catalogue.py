@@ -99,12 +99,14 @@ def exists(store: Store, fingerprint: str) -> bool:
     return store.exists(manifest_key(fingerprint))
 
 
-def find(store: Store, text: str) -> Manifest:
+def find(store: Store, text: str, documents: ReadableStore | None = None) -> Manifest:
     """Return the snapshot with this key, beginning of a key (4 digits or more) or name.
+
+    `documents` are read in place of those of the store, such as a `StartDocuments`.
 
     Raises: NotFoundError; InvalidInputError if several keys begin with `text`.
     """
-    manifest = load(store, fingerprint_of(store, text))
+    manifest = load(documents or store, fingerprint_of(store, text, documents))
     if manifest is None:
         raise _no_snapshot(store, text)
     return manifest
@@ -114,11 +116,11 @@ def _no_snapshot(store: Store, text: str) -> NotFoundError:
     return NotFoundError(f"there is no snapshot {text} in {store.url}; see `snapshot list`")
 
 
-def fingerprint_of(store: Store, text: str) -> str:
+def fingerprint_of(store: Store, text: str, documents: ReadableStore | None = None) -> str:
     """Return the key of the snapshot that `find` returns. Raises: as `find`."""
     key = text
     if is_name(text):
-        named = _read_name(store, text)
+        named = _read_name(documents or store, text)
         if named is not None:
             key = named
         elif not _PREFIX.fullmatch(text):
@@ -180,14 +182,14 @@ def _read_all(
     return iter(sorted(found, key=lambda manifest: manifest.created_ns, reverse=True))
 
 
-def _read_name(store: Store, name: str) -> str | None:
+def _read_name(store: ReadableStore, name: str) -> str | None:
     try:
         return read_pointer(store, f"{_NAMES}{name}.json")
     except NotFoundError:
         return None
 
 
-def read_pointer(store: Store, key: str) -> str:
+def read_pointer(store: ReadableStore, key: str) -> str:
     """Return the key of the snapshot that has the name stored at `key`.
 
     Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from msgspec.structs import replace
 
 from bootseer.base.redact import public_url, redact
 from bootseer.cli.command_tree import command, current_config, current_settings
@@ -100,7 +101,8 @@ def snapshotter(
 
     if os.geteuid() != 0:
         raise UnsupportedError("a snapshotter mounts for containerd and needs root")
-    settings = current_settings()
+    # Nobody tells a snapshotter which nodes start the same job.
+    settings = replace(current_settings(), fanout=False)
     for name, text in current_config().overridden.items():
         # Else nobody finds the folders of a service that a variable of a shell has moved.
         say(f"warning: {variable_of(name)} is stronger than {name} = {redact(text)!r} of the file")
@@ -177,6 +179,13 @@ _at_removal = options(
     envvar="BOOTSEER_CSI_SOURCE",
     help="URL below which checkpoint volumes may lie; may be repeated. Default: any remote URL.",
 )
+@click.option(
+    "--fanout-address",
+    metavar="ADDRESS",
+    default="",
+    help="Address at which other nodes reach this one, for volumes of jobs whose nodes feed each "
+    "other. Default: none do.",
+)
 @click.option("--check", is_flag=True, help="Exit with 0 if the running driver answers.")
 @_at_removal
 def kubernetes_csi(
@@ -184,6 +193,7 @@ def kubernetes_csi(
     endpoint: Path | None,
     registration: Path | None,
     sources: tuple[str, ...],
+    fanout_address: str,
     check: bool,
     patience_s: float | None,
     unless_daemonset: str | None,
@@ -216,7 +226,7 @@ def kubernetes_csi(
         return
     if os.geteuid() != 0:
         raise UnsupportedError("a driver mounts for a kubelet and needs root")
-    driver = Driver(current_settings(), kubelet_dir, sources)
+    driver = Driver(current_settings(), kubelet_dir, sources, fanout_address)
 
     def start() -> None:
         driver.start()

@@ -39,6 +39,7 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.fanout import protocol
+from bootseer.fanout.addresses import NotedAddresses
 from bootseer.fanout.connection import Link, connect, settle, welcome
 from bootseer.fanout.documents import Documents
 from bootseer.fanout.gathering import KEPT, REFUSED, WAITING, Gathering
@@ -275,6 +276,7 @@ class Exchange(Closing):
         gathering: Gathering | None = None,
         has_objects: bool = True,
         read_document: Callable[[str], bytes] = _no_document,
+        noted: NotedAddresses | None = None,
     ) -> None:
         """Listen, and serve from now on.
 
@@ -290,6 +292,8 @@ class Exchange(Closing):
                 were there.
             read_document: Function that reads a document in the store, see `documents`. Called
                 from threads; raises as stores do.
+            noted: Where the addresses of the other nodes are looked up; by default they are those
+                in `addresses`.
 
         Raises: InvalidInputError; OSError when the port is taken.
         """
@@ -299,7 +303,7 @@ class Exchange(Closing):
             raise InvalidInputError("the list of nodes lacks the own one")
         self._addresses, self._own, self._key = tuple(addresses), own, key
         self._trees = Trees(len(addresses)) if trees is None else trees
-        self._gathering, self._has_objects = gathering, has_objects
+        self._gathering, self._has_objects, self._noted = gathering, has_objects, noted
         self._shares: dict[bytes, _Share] = {}
         self._awaiting: set[asyncio.Future[bool]] = set()
         """Streams that wait until this node joins an object."""
@@ -707,7 +711,15 @@ class Exchange(Closing):
         if link is not None:
             link.close()
         hello = Hello(self._own, node, os.urandom(protocol.NONCE_BYTES))
-        return await connect(self._addresses[node], hello, self._key, limit_s)
+        if self._noted is None:
+            return await connect(self._addresses[node], hello, self._key, limit_s)
+        async with asyncio.timeout(limit_s):
+            address = await self._loop.run_in_executor(self._pool, self._noted.find, node)
+        try:
+            return await connect(address, hello, self._key, limit_s)
+        except (OSError, TimeoutError, CorruptError):
+            self._noted.forget(node)
+            raise
 
     def _keep_link(self, node: int, link: Link) -> None:
         """Keep a connection after a question for the next one, or close it."""

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from bootseer.base.documents import from_line
 from bootseer.errors import from_oserror
-from bootseer.fanout.membership import Member, Membership
+from bootseer.fanout.membership import Membership
 from bootseer.linux.processes import ProcessId
 from bootseer.served.processes import FANOUT, Report, serve
 from bootseer.settings.config import Settings
@@ -38,6 +38,11 @@ class HostPlan(Struct, frozen=True, kw_only=True):
     user: ProcessId
     """The process that starts, and becomes the job."""
     ready_name: str
+    address: str = ""
+    """Address of this node, which it notes in the store for the others (`addresses`); empty where
+    the membership has the addresses of all."""
+    window_s: float = 900.0
+    """A start that has not said `ready()` by then is taken for over."""
 
 
 def socket_name(settings: Settings) -> bytes:
@@ -65,7 +70,7 @@ def _host(line: bytes, report: Report) -> None:
             # Another launcher of the start has begun one on this node, which serves all.
             report.ready()
             return
-        peers = stack.enter_context(_listener(plan.membership.members[plan.membership.own]))
+        peers = stack.enter_context(_listener(plan))
         ours.listen(_BACKLOG)
         report.ready()
         from bootseer.fanout.hosting import take_part
@@ -73,9 +78,11 @@ def _host(line: bytes, report: Report) -> None:
         take_part(plan, ours, peers)
 
 
-def _listener(own: Member) -> socket.socket:
+def _listener(plan: HostPlan) -> socket.socket:
     """Return a socket that listens at the node's port. Raises: BootseerError."""
-    address = own.host if own.host.replace(".", "").isdigit() else ""
+    own = plan.membership.members[plan.membership.own]
+    host = plan.address or own.host
+    address = host if host.replace(".", "").isdigit() else ""
     try:
         if address or not socket.has_dualstack_ipv6():
             return socket.create_server((address, own.port), backlog=_BACKLOG)

@@ -29,6 +29,7 @@ from bootseer.errors import (
     NotFoundError,
     UnavailableError,
 )
+from bootseer.fanout.addresses import NotedAddresses
 from bootseer.fanout.exchange import Exchange, SourceRecord
 from bootseer.fanout.gathering import (
     GROUP_NODES,
@@ -73,8 +74,6 @@ from bootseer.transfer.ranges import Chunk
 
 _log = logging.getLogger(__name__)
 
-_WINDOW_S = 900.0
-"""A start that has not said `ready()` by then is taken for over."""
 _TIMELINES_S = 660.0
 """Timelines are published until ten minutes after the start is ready."""
 _CLIENTS_MAX = 64
@@ -106,21 +105,26 @@ def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket) -> None
         key = key_of(secret, membership.digest, *plan.start)
         gathering = _gathering(plan, store)
         trees = Trees(len(addresses), [one.place for one in membership.members])
+        noted = None
+        if plan.address:
+            noted = NotedAddresses(store, plan.start, addresses[membership.own][1])
+            noted.note(membership.own, plan.address)
         with contextlib.ExitStack() as stack:
             exchange = stack.enter_context(
                 Exchange(
                     addresses, membership.own, key, trees,
                     listener=peers.dup(), gathering=gathering,
-                    read_document=partial(_read_document, store),
+                    read_document=partial(_read_document, store), noted=noted,
                 )
             )  # fmt: skip
             route = TimelineRoute(addresses, membership.own, key, gathering)
             objects = _Objects(plan, exchange, route, stack)
-            probe = threading.Thread(
-                target=_give_up_alone, args=(membership, trees, objects), daemon=True
-            )
-            probe.start()
-            end = _wait_for_end(plan, ours, objects, _WINDOW_S)
+            if noted is None:
+                probe = threading.Thread(
+                    target=_give_up_alone, args=(membership, trees, objects), daemon=True
+                )
+                probe.start()
+            end = _wait_for_end(plan, ours, objects, plan.window_s)
             is_alone = objects.has_given_up
             objects.stop()
         _note(plan, exchange.source_records(), is_alone=is_alone)

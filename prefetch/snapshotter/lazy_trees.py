@@ -50,10 +50,13 @@ class LazyTrees:
         self._fresh_ns: dict[Path, tuple[int, int]] = {}
 
     @contextlib.contextmanager
-    def using(self, key: TreeKey, name: str, *, is_local: bool = False) -> Iterator[Path]:
+    def using(
+        self, key: TreeKey, name: str, *, is_local: bool = False, settings: Settings | None = None
+    ) -> Iterator[Path]:
         """Mount a tree if necessary, yield its mount point, and keep the mount until the end.
 
-        `name`: for messages and `bootseer status`. `is_local`: see `ServeOptions`. Raises:
+        `name`: for messages and `bootseer status`. `is_local`: see `ServeOptions`. `settings`:
+        those of the start that mounts the tree; by default those of the node. Raises:
         UnavailableError.
         """
         with self._lock:
@@ -63,7 +66,9 @@ class LazyTrees:
             if not lock.acquire(timeout=_WAIT_S):
                 raise UnavailableError(f"others have been mounting {name} for {_WAIT_S:g} s")
             try:
-                path = self.mounted().get(key) or self._mount(key, name, is_local)
+                path = self.mounted().get(key)
+                if path is None:
+                    path = self._mount(key, name, is_local, settings or self._settings)
             finally:
                 lock.release()
             yield path
@@ -132,7 +137,7 @@ class LazyTrees:
     def _is_ours(self, state: ServiceState) -> bool:
         return state.purpose == self._purpose and Path(state.directory).parent == self._folder
 
-    def _mount(self, key: TreeKey, name: str, is_local: bool) -> Path:
+    def _mount(self, key: TreeKey, name: str, is_local: bool, settings: Settings) -> Path:
         path = self._folder / secrets.token_hex(8)
         begin_ns, began_ns = time.time_ns(), time.monotonic_ns()
         with self._lock:
@@ -140,7 +145,7 @@ class LazyTrees:
         try:
             path.mkdir(mode=0o755)
             begin_serving(
-                self._settings,
+                settings,
                 name,
                 key.index_digest,
                 path,

@@ -263,6 +263,19 @@ def test_without_the_snapshotter_pods_get_no_runtime_class_and_containerd_no_lin
     assert names == {"spawner", "csi", "webhook"}
 
 
+def test_volumes_feed_each_other_where_servers_have_the_node_s_network() -> None:
+    for values, address in (
+        ({}, ["--fanout-address=$(NODE_ADDRESS)"]),
+        ({"hostNetwork": False}, []),
+    ):
+        (node,) = [pod for name, pod in pods(rendered(values)) if name == "bootseer-node"]
+        (driver,) = [one for one in containers(node) if one["name"] == "csi"]
+        assert [word for word in driver["command"] if "fanout" in word] == address
+        names = {one["name"]: one for one in driver["env"]}
+        found = names.get("NODE_ADDRESS", {}).get("valueFrom")
+        assert found == ({"fieldRef": {"fieldPath": "status.podIP"}} if address else None)
+
+
 def test_the_warm_up_at_a_time_of_the_day_may_what_the_chart_s_may() -> None:
     found = rendered({"warm": EVERYTHING["warm"]})
     (ours,) = [pod["spec"] for name, pod in pods(found) if name == "bootseer-warm"]

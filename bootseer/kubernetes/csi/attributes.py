@@ -10,12 +10,14 @@ from msgspec import Struct
 
 from bootseer.base.redact import public_url
 from bootseer.errors import InvalidInputError, PermissionDeniedError
+from bootseer.fanout.hostlist import HOSTS_MAX
 from bootseer.fuse.striped.mounted.options import parse_options
 from bootseer.prefetch.index.source_names import REGISTRY
 from bootseer.settings.values import parse_size
 from bootseer.snapshots.manifest import is_name
 
 _START = ("job", "submission", "attempt", "rank")
+_NODES = "nodes"
 _SIZE_DEFAULT = "10GiB"
 _SIZE_MIN_BYTES = 1 << 20
 _MEMORY_MAX_BYTES = 4 << 30
@@ -28,8 +30,8 @@ _OPTIONS = (
     *("stripe_unit", "stripe_count", "layout", "read_newest", "page_cache"),
 )
 _ATTRIBUTES = {
-    "image": ("image", "workload"),
-    "environment": ("environment", "target", "writable", "size", "uid", "gid", "workload"),
+    "image": ("image", "workload", _NODES),
+    "environment": ("environment", "target", "writable", "size", "uid", "gid", "workload", _NODES),
     "checkpoint": ("source", *_OPTIONS),
 }
 _IN_REGISTRY = re.compile(rf"{REGISTRY}(?:[A-Za-z0-9]|\[[0-9A-Fa-f:.]+\])[A-Za-z0-9._:@/-]*")
@@ -112,6 +114,7 @@ def parse_volume(context: Mapping[str, str], sources: Sequence[str]) -> Volume:
             raise InvalidInputError(
                 f"the volume's attribute {name} is too long or has unprintable characters"
             )
+    _check_nodes(given)
     if kind == "image":
         return ImageVolume(_image(given), _workload(given))
     if kind == "environment":
@@ -156,6 +159,11 @@ def server_variables(secrets: Mapping[str, str], node: Iterable[str]) -> dict[st
     return {**dict.fromkeys(left_out), **secrets}
 
 
+def node_count(context: Mapping[str, str]) -> int:
+    """Return how many nodes of the volume's start feed each other; 0 if it does not say so."""
+    return int(context.get(_NODES, "0"))
+
+
 # ---- one attribute --------------------------------------------------------------------------
 
 
@@ -179,6 +187,20 @@ def _image(given: Mapping[str, str]) -> str:
             "of an image that is indexed"
         )
     return image
+
+
+def _check_nodes(given: Mapping[str, str]) -> None:
+    text = given.get(_NODES, "0")
+    if not _NUMBER.fullmatch(text) or int(text) > HOSTS_MAX:
+        raise InvalidInputError(
+            f"the volume's attribute nodes is {_shown(text)}; write a number of nodes, at most "
+            f"{HOSTS_MAX}"
+        )
+    if text != "0" and not given.get("job"):
+        raise InvalidInputError(
+            "a volume with the attribute nodes needs the attribute job, which its other pods have, "
+            "too"
+        )
 
 
 def _workload(given: Mapping[str, str]) -> str:

@@ -30,6 +30,7 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.kubernetes.csi.attributes import CheckpointVolume, Volume, check_secrets, parse_volume
+from bootseer.kubernetes.csi.fanout import join_start
 from bootseer.kubernetes.csi.volumes import (
     CheckpointServers,
     VolumeTrees,
@@ -156,17 +157,26 @@ class VolumeUsage(Struct, frozen=True):
 class Driver:
     """The volumes of one node."""
 
-    def __init__(self, settings: Settings, kubelet_dir: Path, sources: Sequence[str]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        kubelet_dir: Path,
+        sources: Sequence[str],
+        fanout_address: str = "",
+    ) -> None:
         """Make the driver of a node.
 
         Args:
             settings: Settings of the node.
             kubelet_dir: The kubelet's root directory.
             sources: URLs below which checkpoint folders may be. Empty: any remote URL.
+            fanout_address: Address at which other nodes reach this one. Empty: volumes take no
+                part in a fan-out.
 
         Raises: BootseerError.
         """
         self.settings = settings
+        self._fanout_address = fanout_address
         self._kubelet_dir = kubelet_dir
         self._sources = tuple(sources)
         folder = kubelet_dir / "plugins" / NAME
@@ -233,7 +243,8 @@ class Driver:
                 ) as timeline,
                 timeline.span(f"{kind} volume") if timeline else contextlib.nullcontext(),
             ):
-                self._publish(record, target, secrets, before)
+                settings = join_start(self.settings, request.context, self._fanout_address)
+                self._publish(settings, record, target, secrets, before)
 
     def unpublish(self, volume_id: str, target: str) -> None:
         """Unmount a volume from its target. Idempotent. After an error the volume stays mounted.
@@ -290,6 +301,7 @@ class Driver:
 
     def _publish(
         self,
+        settings: Settings,
         record: VolumeRecord,
         target: Path,
         secrets: Mapping[str, str],
@@ -297,8 +309,9 @@ class Driver:
     ) -> None:
         """Mount a volume. The caller holds the target's lock.
 
-        If `before` is given, its dead mount stays below the new one: until then the pod gets errors
-        and never sees a directory of the node's disk.
+        `settings` are those of the volume's start (`join_start`). If `before` is given, its dead
+        mount stays below the new one: until then the pod gets errors and never sees a directory of
+        the node's disk.
         """
         if before is None:
             # A killed driver may have left a mount.
@@ -314,12 +327,12 @@ class Driver:
                     make_target(target)
                     bind(directory, target, read_only=record.is_read_only)
             else:
-                found = self._trees.find(volume)
+                found = self._trees.find(settings, volume)
                 try:
                     record = replace(record, backing=found.digest)
                     self._records.write(record)
                     make_target(target)
-                    minor = self._trees.show(record.tree_key, volume, found, target)
+                    minor = self._trees.show(settings, record.tree_key, volume, found, target)
                 finally:
                     found.release()
             self._records.write(replace(record, device_minor=minor))
@@ -417,7 +430,8 @@ class Driver:
             if record.has_secrets:
                 raise UnavailableError("its server died, and its secrets were not kept")
             _log.warning("mounting the volume %s again: its server died", record.target)
-            self._publish(record, target, {}, record)
+            # Its start is long over.
+            self._publish(replace(self.settings, fanout=False), record, target, {}, record)
 
 
 def _check_id(volume_id: str) -> None:

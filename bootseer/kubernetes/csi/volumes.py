@@ -44,6 +44,7 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
+from bootseer.fanout.whole_reads import StartDocuments
 from bootseer.fuse.kernel.unmount import detach, is_disconnected
 from bootseer.fuse.striped.mounted.mount import (
     make_mount_point,
@@ -318,36 +319,35 @@ class VolumeTrees:
     """Served trees of image and environment volumes, mounted below one folder."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
-        self._settings = settings
         self._layers = private_directory(folder / "layers")
         private_directory(folder / "trees")
         self._lazy = LazyTrees(settings, folder / "trees", purpose=VOLUME)
 
-    def find(self, volume: ImageVolume | EnvironmentVolume) -> VolumeTree:
-        """Return the tree of a volume; fetch its index if need be."""
+    def find(self, settings: Settings, volume: ImageVolume | EnvironmentVolume) -> VolumeTree:
+        """Return the tree of a volume; fetch its index if need be.
+
+        `settings`: those of the volume's start.
+        """
         if isinstance(volume, EnvironmentVolume):
-            return self._find_environment(volume)
+            return _find_environment(settings, volume)
         if volume.image.startswith(REGISTRY):
-            resolved = resolve_image(self._settings, volume.image)
+            resolved = resolve_image(settings, volume.image)
         else:
             # Resolve only as a name of an indexed image: as a source it could be a node's folder.
-            resolved = image_by_name(self._settings, volume.image, _log.warning)
+            resolved = image_by_name(settings, volume.image, _log.warning)
         return VolumeTree(resolved.record.index_digest, resolved.record.reference, resolved)
 
-    def _find_environment(self, volume: EnvironmentVolume) -> VolumeTree:
-        with open_own_store(self._settings) as store:
-            manifest = catalogue.find(store, volume.environment)
-            target = _target_of(manifest, volume)
-            index = have_index(self._settings, store, target)
-            admit_tree(target, index.data, privileges=self._settings.restore_privileges)
-            catalogue.note_used(store, manifest)
-        return VolumeTree(target.index.digest, name_of(target.path))
+    def show(
+        self, settings: Settings, key: TreeKey, volume: Volume, tree: VolumeTree, target: Path
+    ) -> int:
+        """Bind the tree to `target`, mounting it first if need be; return its minor number.
 
-    def show(self, key: TreeKey, volume: Volume, tree: VolumeTree, target: Path) -> int:
-        """Bind the tree to `target`, mounting it first if need be; return its minor number."""
-        with self._lazy.using(key, tree.name, is_local=tree.is_local) as path:
+        `settings`: those of the volume's start, for a new mount.
+        """
+        is_local = tree.is_local
+        with self._lazy.using(key, tree.name, is_local=is_local, settings=settings) as path:
             if tree.image is not None:
-                publish_later(self._settings, tree.image)
+                publish_later(settings, tree.image)
             mount = mount_table.find_mount(path)
             if mount is None:
                 raise NotFoundError(f"the mount of {tree.name} on {path} has just gone")
@@ -366,6 +366,18 @@ class VolumeTrees:
     def retire(self, in_use: frozenset[TreeKey], linger_s: float) -> None:
         """Unmount the trees that no volume has used for `linger_s`. Never raises."""
         self._lazy.retire(lambda: in_use, linger_s)
+
+
+def _find_environment(settings: Settings, volume: EnvironmentVolume) -> VolumeTree:
+    with open_own_store(settings) as store:
+        documents = StartDocuments(settings, store)
+        manifest = catalogue.find(store, volume.environment, documents)
+        target = _target_of(manifest, volume)
+        index = have_index(settings, store, target, checks_store=documents.reads_store)
+        admit_tree(target, index.data, privileges=settings.restore_privileges)
+        if documents.reads_store:
+            catalogue.note_used(store, manifest)
+    return VolumeTree(target.index.digest, name_of(target.path))
 
 
 def tree_key(volume: Volume, digest: str, workload: str) -> TreeKey:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from bootseer.base.redact import redact
 from bootseer.errors import CorruptError, InvalidInputError
-from bootseer.fanout.hostlist import expand_hosts
+from bootseer.fanout.hostlist import HOSTS_MAX, expand_hosts
 from bootseer.fanout.keys import new_secret
 from bootseer.fanout.membership import node_count
 from bootseer.kubernetes.webhook.pods import (
@@ -60,6 +60,7 @@ _ROOM_BYTES = 1024
 _PATH = re.compile(r"/(?!/)[^\0-\x1f\x7f:]{1,1000}")
 _TAKEN = re.compile(r"/(?:proc|sys|dev|etc)(?:/.*)?|/(?:bin|lib|sbin|usr|var|run)?")
 _START = ("job", "submission", "attempt", "rank")
+_NODES = "nodes"
 _JOBS = re.compile(r"[2-9]|[1-9][0-9]{1,4}")
 _HOSTS = re.compile(r"[a-z0-9.\[\]-]{1,253}")
 _KEY = "key"
@@ -200,6 +201,7 @@ def _volumes(
     annotations = pod.metadata.annotations
     # The driver writes the volume's stage to the timeline of this start.
     start = {name: text for name in _START if (text := getattr(identity, name))}
+    count = _node_count(pod)
     requested: list[_Volume] = []
     if _requested(pod, ENVIRONMENT):
         requested.append(
@@ -211,6 +213,7 @@ def _volumes(
                     "kind": "environment",
                     "environment": annotations[ENVIRONMENT],
                     **start,
+                    **({_NODES: str(count)} if count and identity.job else {}),
                 },
             )
         )
@@ -293,6 +296,23 @@ def _hosts_of_job_set(pod: Pod, container: PodContainer) -> str:
     return hosts if _HOSTS.fullmatch(hosts) else ""
 
 
+def _node_count(pod: Pod) -> int:
+    """Return how many nodes a pod's volumes share a fan-out with; 0 if it wants none.
+
+    The nodes must be numbered by their pods' names, which have two numbers in a JobSet with several
+    Jobs.
+    """
+    jobs = pod.metadata.labels.get(f"{JOB_SET}/replicatedjob-replicas", "1")
+    if _requested(pod, FANOUT) != "auto" or jobs != "1":
+        return 0
+    counts = []
+    for container in pod.spec.containers:
+        environ = {one.name: one.value for one in container.env}
+        counts.append(node_count(environ, (*container.command, *container.args)) or 0)
+    count = max(counts, default=0)
+    return count if count <= HOSTS_MAX else 0
+
+
 def _requested(pod: Pod, name: str) -> str:
     """Return the value of an annotation, or "" if it is missing or "off"."""
     text = pod.metadata.annotations.get(name, "")
@@ -322,7 +342,8 @@ def _is_same(named: Mapping[str, Any], volume: _Volume) -> bool:
     attributes = csi.get("volumeAttributes") if isinstance(csi, dict) else None
     if not isinstance(attributes, dict) or named["csi"].get("driver") != DRIVER:
         return False
-    shown = ({**one, **dict.fromkeys(_START)} for one in (attributes, volume.attributes))
+    of_start = dict.fromkeys((*_START, _NODES))
+    shown = ({**one, **of_start} for one in (attributes, volume.attributes))
     return next(shown) == next(shown)
 
 

@@ -39,10 +39,17 @@ CAPABILITY = {"mount": {}, "access_mode": {"mode": 5}}
 class Kubelet(Closing):
     """Kubelet of a node as the driver sees it, until closed."""
 
-    def __init__(self, *options: str, in_container: bool = False, deadline_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        *options: str,
+        in_container: bool = False,
+        deadline_s: float = 5.0,
+        store_url: str = "",
+    ) -> None:
         """Make the folders and start the driver.
 
         Args:
+            store_url: Store of the node; by default a folder of its own.
             in_container: Whether the driver has a mount namespace of its own, with mounts in this
                 folder propagated both ways (`Bidirectional`).
         """
@@ -54,6 +61,8 @@ class Kubelet(Closing):
         self.settings: Settings = replace(
             settings_at(self.base), node="node-1", deadline_s=deadline_s
         )
+        if store_url:
+            self.settings = replace(self.settings, store_url=store_url)
         self.settings.cache_dir.mkdir()
         self._options = options
         self._prefix = CONTAINER if in_container else []

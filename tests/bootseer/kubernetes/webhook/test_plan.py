@@ -266,6 +266,23 @@ def test_pods_of_a_job_set_of_several_jobs_are_told_their_hosts() -> None:
         assert _fanout(pod)[1] == ""
 
 
+def test_an_environment_s_volume_is_told_the_number_of_nodes() -> None:
+    command = ["torchrun", "--nnodes=8", "train.py"]
+    spec: dict[str, Any] = {"containers": [{"name": "a", "command": command}]}
+    pod = patched(pod_object({**ENVIRONMENT, **FANOUT}, **spec))
+    (volume,) = pod["spec"]["volumes"]
+    assert volume["csi"]["volumeAttributes"]["nodes"] == "8"
+    assert planned(pod).patch == ()
+    several = {"jobset.sigs.k8s.io/replicatedjob-replicas": "4", "job-name": "train"}
+    for unknown in (
+        pod_object(ENVIRONMENT, **spec),
+        pod_object({**ENVIRONMENT, **FANOUT}),
+        pod_object({**ENVIRONMENT, **FANOUT}, several, **spec),
+    ):
+        (volume,) = patched(unknown)["spec"]["volumes"]
+        assert "nodes" not in volume["csi"]["volumeAttributes"]
+
+
 @pytest.mark.parametrize(
     ("annotation", "owner", "says"),
     [

@@ -1,0 +1,58 @@
+"""Addresses of nodes that no scheduler lists: each node notes its own in the store.
+
+A volume of a pod is mounted before the pod has an address, and nobody tells a node on which nodes
+the other pods of the job run. So the nodes of such a start are numbers, which the names of pods
+tell, and a node looks up the address of a node when it first connects to it: those of its two
+parents, and of few others where these are lost. Any thread.
+"""
+
+import ipaddress
+import time
+
+from bootseer.errors import BootseerError
+from bootseer.store import Store
+
+_ADDRESS_BYTES_MAX = 64
+_ABSENT_S = 0.5
+"""How long a node that has noted no address is not looked for again."""
+
+
+class NotedAddresses:
+    """Addresses of the nodes of one start in the store."""
+
+    def __init__(self, store: Store, start: tuple[str, str, str], port: int) -> None:
+        """`start`: job, submission and attempt. `port`: port of all nodes."""
+        self._store, self._port = store, port
+        self._prefix = "leases/nodes/" + "/".join(start)
+        self._known: dict[int, str] = {}
+        self._absent_until_s: dict[int, float] = {}
+
+    def note(self, node: int, address: str) -> None:
+        """Write the address of a node, in place of an earlier one. Raises: BootseerError."""
+        self._store.publish(f"{self._prefix}/{node}", address.encode("ascii"), replace=True)
+
+    def find(self, node: int) -> tuple[str, int]:
+        """Return the address and port of a node.
+
+        Raises: ConnectionRefusedError if the node has noted no address, as if it were not up yet.
+        """
+        address = self._known.get(node) or self._read(node)
+        if not address:
+            raise ConnectionRefusedError(f"node {node} has not begun")
+        self._known[node] = address
+        return address, self._port
+
+    def forget(self, node: int) -> None:
+        """Look the address of a node up again, since nobody answered there as this node."""
+        self._known.pop(node, None)
+
+    def _read(self, node: int) -> str:
+        if time.monotonic() < self._absent_until_s.get(node, 0.0):
+            return ""
+        try:
+            data = self._store.read(f"{self._prefix}/{node}", 0, _ADDRESS_BYTES_MAX)
+            # Not a name, which anybody who can write to the store could have resolved for him.
+            return str(ipaddress.ip_address(data.decode("ascii")))
+        except (BootseerError, ValueError):
+            self._absent_until_s[node] = time.monotonic() + _ABSENT_S
+            return ""

@@ -1,0 +1,147 @@
+"""Volumes of a job's pods on four nodes that feed each other, and one store."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from bootseer.fanout.trees import Trees
+from bootseer.kubernetes.csi.fanout import pod_number
+from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.store import TEST_NETWORK
+from testbed.mounts.image_mounts import checksums_in_child, index, mounted, settings_at
+from testbed.noted_store import noted_paths
+from testbed.servers.registry import free_port
+from testbed.waiting import wait_for
+from tests.bootseer.kubernetes.csi.conftest import Kubelet, refused
+
+pytestmark = pytest.mark.needs("mount", "fuse")
+
+COUNT = 4
+TREES = Trees(COUNT)
+ROOTS = {TREES.root(0), TREES.root(1)}
+ORDINARY = set(range(COUNT)) - ROOTS
+"""Nodes that are fed by nodes in both trees. All others read the store."""
+HOT = os.urandom(3_000_000)
+START = {"job": "llm", "nodes": str(COUNT)}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Return a store with an image, the bundle of a mount of it, and an environment."""
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image/hot").write_bytes(HOT)
+    (tmp_path / "image/cold").write_bytes(HOT[::-1])
+    (tmp_path / "environment").mkdir()
+    (tmp_path / "environment/module.py").write_bytes(b"value = 1\n")
+    maker = settings_at(tmp_path / "maker")
+    index(maker, tmp_path / "image", "app:1")
+    with mounted(maker, "app:1", tmp_path / "mnt") as image:
+        checksums_in_child([image.directory / "hot"])
+    assert wait_published(maker, 30)
+    assert list((tmp_path / "maker/store/bundles").rglob("header"))
+    return tmp_path / "maker/store"
+
+
+@pytest.fixture
+def nodes(store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kubelet]]:
+    """Yield nodes of a cluster at addresses of this machine."""
+    variables = {
+        TEST_NETWORK: "testbed.noted_store",
+        "BOOTSEER_FANOUT_PORT": str(free_port()),
+        "BOOTSEER_FILL": "0",
+        "BOOTSEER_RECORD": "never",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(COUNT) as pool:
+        yield [
+            stack.enter_context(one)
+            for one in pool.map(lambda number: _node(store, number), range(COUNT))
+        ]
+
+
+def _node(store: Path, number: int) -> Kubelet:
+    url = f"limit+{store.as_uri()}?tally={store.parent / str(number)}"
+    return Kubelet("--fanout-address", f"127.0.0.{number + 2}", store_url=url)
+
+
+def test_images_and_environments_leave_the_store_once(store: Path, nodes: list[Kubelet]) -> None:
+    nodes[0].make_environment("packages", {"module.py": HOT[:1_000_000]})
+    paths = [store.parent / f"{number}.paths" for number in range(COUNT)]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    volumes = (
+        {"kind": "image", "image": "app:1"},
+        {"kind": "environment", "environment": "packages"},
+    )
+
+    def start(number: int) -> None:
+        for volume in volumes:
+            # As an Indexed Job names its pods.
+            pod = {
+                "csi.storage.k8s.io/pod.name": f"llm-{number}-x7k2p",
+                "csi.storage.k8s.io/pod.namespace": "team",
+            }
+            kind = volume["kind"]
+            target = nodes[number].publish(f"{kind}-{number}", {**volume, **START, **pod})
+            if kind == "image":
+                assert (target / "hot").read_bytes() == HOT
+            else:
+                assert (target / "module.py").read_bytes() == HOT[:1_000_000]
+
+    noted = store / "leases/nodes"
+    with ThreadPoolExecutor(COUNT) as pool:
+        # The nodes that read the store begin first, so that no other one finds them missing.
+        started = [pool.submit(start, number) for number in sorted(ROOTS)]
+        wait_for(
+            lambda: len([path for path in noted.rglob("*") if path.is_file()]) == len(ROOTS),
+            "the fan-out of the first nodes",
+        )
+        started += [pool.submit(start, number) for number in sorted(ORDINARY)]
+        for one in started:
+            one.result()
+    asked = [noted_paths(store.parent / str(number)) for number in range(COUNT)]
+    # Not the pages that a mount needs before the bundle comes, nor the search for a similar tree's
+    # record, nor addresses.
+    shared = ("bundles/", "images/", "indexes/", "snapshots/")
+    read = [[path for path in found if path.startswith(shared)] for found in asked]
+    assert all(any("bundles/" in path for path in read[number]) for number in ROOTS), asked
+    # As with `bootseer run`: on a machine that is so busy that a node says nothing for a second,
+    # another one takes an object from the store.
+    assert len([path for number in ORDINARY for path in read[number]]) <= 2, asked
+
+
+def test_a_pod_without_a_number_reads_the_store(tmp_path: Path) -> None:
+    with Kubelet("--fanout-address", "127.0.0.2") as node:
+        node.make_environment("packages", {"module.py": b"value = 1\n"})
+        volume = {"kind": "environment", "environment": "packages", **START}
+        pod = {"csi.storage.k8s.io/pod.name": "llm-x7k2p", "csi.storage.k8s.io/pod.namespace": "t"}
+        assert (node.publish("a", {**volume, **pod}) / "module.py").read_bytes() == b"value = 1\n"
+        assert "the pod t/llm-x7k2p has no number below 4" in node.log()
+        for wrong in ({"nodes": "many"}, {"nodes": "-1"}, {"job": ""}, {"nodes": "99999999"}):
+            code, said = refused(node.publish, "b", {**volume, **pod, **wrong})
+            assert code is grpc.StatusCode.INVALID_ARGUMENT, said
+            assert "nodes" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("llm-3-x7k2p", 3),  # Indexed Job
+        ("llm-3", 3),  # StatefulSet
+        ("llm-workers-0-12-x7k2p", 12),  # JobSet
+        ("llm-master-0", 0),  # Kubeflow
+        ("llm-worker-0", 1),
+        ("llm-x7k2p", None),
+        ("llm-03", None),
+        ("llm", None),
+        ("", None),
+    ],
+)
+def test_numbers_of_pods(name: str, number: int | None) -> None:
+    assert pod_number(name) == number
