@@ -54,6 +54,7 @@ from bootseer.fanout.local import (
 )
 from bootseer.fanout.membership import Membership
 from bootseer.fanout.objects import ChunkList, chunk_list
+from bootseer.fanout.plan import GATHER_S
 from bootseer.fanout.trees import STORE, TREE_COUNT, Trees
 from bootseer.fanout.whole_reads import (
     ABSENT,
@@ -119,11 +120,10 @@ def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket) -> None
             )  # fmt: skip
             route = TimelineRoute(addresses, membership.own, key, gathering)
             objects = _Objects(plan, exchange, route, stack)
-            if noted is None:
-                probe = threading.Thread(
-                    target=_give_up_alone, args=(membership, trees, objects), daemon=True
-                )
-                probe.start()
+            probe = threading.Thread(
+                target=_give_up_alone, args=(membership, trees, noted, objects), daemon=True
+            )
+            probe.start()
             end = _wait_for_end(plan, ours, objects, plan.window_s)
             is_alone = objects.has_given_up
             objects.stop()
@@ -154,17 +154,40 @@ def _gathering(plan: HostPlan, store: Store) -> Gathering | None:
     return Gathering(node_count, lambda data: store.publish(object_key, data, replace=True))
 
 
-def _give_up_alone(membership: Membership, trees: Trees, objects: "_Objects") -> None:
+def _give_up_alone(
+    membership: Membership, trees: Trees, noted: NotedAddresses | None, objects: "_Objects"
+) -> None:
     """Stop the fan-out of this node if the port of the other nodes is blocked.
 
     An unanswered packet costs each object seconds; a refused connection costs nothing.
     """
     members, own = membership.members, membership.own
+    if noted is not None:
+        if are_silent(_parents_addresses(own, trees, noted), _PROBE_S):
+            objects.give_up()
+        return
     found = [node for tree in range(TREE_COUNT) for node in trees.ancestors(tree, own)[:2]]
     found += [node for tree in range(TREE_COUNT) for node in trees.children(tree, own)]
     addresses = [(members[node].host, members[node].port) for node in dict.fromkeys(found)]
     if are_silent(addresses[:_PROBES_MAX], _PROBE_S):
         objects.give_up()
+
+
+def _parents_addresses(own: int, trees: Trees, noted: NotedAddresses) -> list[tuple[str, int]]:
+    """Return the addresses of the parents that begin within `GATHER_S`.
+
+    No other node's: each costs a read of the store.
+    """
+    parents = {trees.parent(tree, own) for tree in range(TREE_COUNT)} - {STORE}
+    until_s = time.monotonic() + GATHER_S
+    while True:
+        addresses = []
+        for node in parents:
+            with contextlib.suppress(ConnectionRefusedError):
+                addresses.append(noted.find(node))
+        if len(addresses) == len(parents) or time.monotonic() > until_s:
+            return addresses
+        time.sleep(_LOOK_S)
 
 
 def are_silent(addresses: Sequence[tuple[str, int]], limit_s: float) -> bool:

@@ -21,7 +21,7 @@ from bootseer.kubernetes.pod_stages import start_of_volume
 from bootseer.linux.processes import ProcessId
 from bootseer.served.processes import FANOUT, start
 from bootseer.served.ready_socket import new_ready_name
-from bootseer.settings.config import Settings
+from bootseer.settings.config import Settings, is_default_store
 from bootseer.settings.values import as_name
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def join_start(settings: Settings, context: Mapping[str, str], address: str) -> 
     """
     apart = replace(settings, fanout=False)
     count = node_count(context)
-    if not settings.fanout or not address or count < MEMBERS_MIN:
+    if count < MEMBERS_MIN or not settings.fanout or not address or is_default_store(settings):
         return apart
     pod = start_of_volume(context)
     number = pod_number(pod.pod)

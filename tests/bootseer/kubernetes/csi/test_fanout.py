@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from bootseer.fanout.addresses import NotedAddresses
 from bootseer.fanout.trees import Trees
 from bootseer.kubernetes.csi.fanout import pod_number
 from bootseer.prefetch.publish.publishing import wait_published
-from bootseer.store import TEST_NETWORK
+from bootseer.store import TEST_NETWORK, open_store
 from testbed.mounts.image_mounts import checksums_in_child, index, mounted, settings_at
 from testbed.noted_store import noted_paths
 from testbed.servers.registry import free_port
@@ -65,6 +67,14 @@ def nodes(store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kubelet
         ]
 
 
+def _pod(number: int) -> dict[str, str]:
+    """Return what a kubelet says of a pod of an Indexed Job."""
+    return {
+        "csi.storage.k8s.io/pod.name": f"llm-{number}-x7k2p",
+        "csi.storage.k8s.io/pod.namespace": "team",
+    }
+
+
 def _node(store: Path, number: int) -> Kubelet:
     url = f"limit+{store.as_uri()}?tally={store.parent / str(number)}"
     return Kubelet("--fanout-address", f"127.0.0.{number + 2}", store_url=url)
@@ -82,13 +92,9 @@ def test_images_and_environments_leave_the_store_once(store: Path, nodes: list[K
 
     def start(number: int) -> None:
         for volume in volumes:
-            # As an Indexed Job names its pods.
-            pod = {
-                "csi.storage.k8s.io/pod.name": f"llm-{number}-x7k2p",
-                "csi.storage.k8s.io/pod.namespace": "team",
-            }
             kind = volume["kind"]
-            target = nodes[number].publish(f"{kind}-{number}", {**volume, **START, **pod})
+            context = {**volume, **START, **_pod(number)}
+            target = nodes[number].publish(f"{kind}-{number}", context)
             if kind == "image":
                 assert (target / "hot").read_bytes() == HOT
             else:
@@ -114,6 +120,32 @@ def test_images_and_environments_leave_the_store_once(store: Path, nodes: list[K
     # As with `bootseer run`: on a machine that is so busy that a node says nothing for a second,
     # another one takes an object from the store.
     assert len([path for number in ORDINARY for path in read[number]]) <= 2, asked
+
+
+def test_a_node_that_reaches_no_other_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A firewall that blocks the port has the same effect as a full queue of connections."""
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.9", 0), backlog=0))
+        for _ in range(2):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        port = full.getsockname()[1]
+        monkeypatch.setenv("BOOTSEER_FANOUT_PORT", str(port))
+        number = min(ORDINARY)
+        with open_store((tmp_path / "store").as_uri()) as store:
+            others = NotedAddresses(store, ("team.llm", "pods", "0"), port)
+            for node in set(range(COUNT)) - {number}:
+                others.note(node, "127.0.0.9")
+        address = ("--fanout-address", "127.0.0.2")
+        kubelet = stack.enter_context(Kubelet(*address, store_url=store.url))
+        kubelet.make_environment("packages", {"module.py": b"value = 1\n"})
+        volume = {"kind": "environment", "environment": "packages", **START, **_pod(number)}
+        assert (kubelet.publish("a", volume) / "module.py").read_bytes() == b"value = 1\n"
+        logs = kubelet.settings.run_dir / "logs"
+        wait_for(lambda: any("may be blocked" in one.read_text() for one in logs.iterdir()))
 
 
 def test_a_pod_without_a_number_reads_the_store(tmp_path: Path) -> None:
