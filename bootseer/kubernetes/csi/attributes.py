@@ -32,7 +32,7 @@ _OPTIONS = (
 _ATTRIBUTES = {
     "image": ("image", "workload", _NODES),
     "environment": ("environment", "target", "writable", "size", "uid", "gid", "workload", _NODES),
-    "checkpoint": ("source", *_OPTIONS),
+    "checkpoint": ("source", *_OPTIONS, _NODES),
 }
 _IN_REGISTRY = re.compile(rf"{REGISTRY}(?:[A-Za-z0-9]|\[[0-9A-Fa-f:.]+\])[A-Za-z0-9._:@/-]*")
 _IN_STORE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*(?::[A-Za-z0-9._-]+)?(?:@[a-z0-9]+:[0-9a-f]+)?")
@@ -119,6 +119,11 @@ def parse_volume(context: Mapping[str, str], sources: Sequence[str]) -> Volume:
         return ImageVolume(_image(given), _workload(given))
     if kind == "environment":
         return _environment(given)
+    if node_count(given) and not _switch(given, "read_newest"):
+        raise InvalidInputError(
+            "a checkpoint volume with the attribute nodes needs read_newest: nodes send each other "
+            "what they read ahead"
+        )
     source = _source(_required(given, "source", kind), sources)
     return CheckpointVolume(source, tuple(_option(n, given[n]) for n in _OPTIONS if n in given))
 

@@ -29,6 +29,7 @@ from bootseer.errors import (
     UnavailableError,
     from_oserror,
 )
+from bootseer.fanout.local import fanout_address
 from bootseer.kubernetes.csi.attributes import CheckpointVolume, Volume, check_secrets, parse_volume
 from bootseer.kubernetes.csi.fanout import join_start
 from bootseer.kubernetes.csi.volumes import (
@@ -323,7 +324,9 @@ class Driver:
                 record = replace(record, backing=str(directory))
                 with self._locked(record.backing):
                     self._records.write(record)
-                    minor = self._checkpoints.mount(volume, directory, secrets)
+                    # The fan-out's process reads the storage without the pod's secrets.
+                    fanout = b"" if secrets else fanout_address(settings)
+                    minor = self._checkpoints.mount(volume, directory, secrets, fanout)
                     make_target(target)
                     bind(directory, target, read_only=record.is_read_only)
             else:

@@ -434,14 +434,23 @@ class CheckpointServers:
             key.update(f"\0{name}\0{text}".encode())
         return self._folder / key.hexdigest()
 
-    def mount(self, volume: CheckpointVolume, directory: Path, secrets: Mapping[str, str]) -> int:
-        """Start the server at `directory` unless it runs; return its mount's minor number."""
+    def mount(
+        self,
+        volume: CheckpointVolume,
+        directory: Path,
+        secrets: Mapping[str, str],
+        fanout: bytes = b"",
+    ) -> int:
+        """Start the server at `directory` unless it runs; return its mount's minor number.
+
+        `fanout`: address of the fan-out of the volume's start, for a new server.
+        """
         minor = self.minor(directory)
         if minor is not None:
             return minor
         make_mount_point(self._settings.run_dir, directory)
         spec = mount_spec(self._settings, volume.source, directory, **_choices(volume))
-        mount_checkpoints(spec, server_variables(secrets, os.environ))
+        mount_checkpoints(spec, server_variables(secrets, os.environ), fanout=fanout)
         minor = self.minor(directory)
         if minor is None:
             raise UnavailableError(f"the mount of {public_url(volume.source)} has just gone")

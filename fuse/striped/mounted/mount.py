@@ -194,15 +194,18 @@ def mount_checkpoints(
     variables: Mapping[str, str | None] = MappingProxyType({}),
     *,
     forks: bool = False,
+    fanout: bytes = b"",
 ) -> MountedCheckpoints:
     """Mount a tree, served by a background process. The mount works when this returns.
 
     `variables` are added to the environment of the process, or removed if None. `forks`: the
     process may be a fork of this one, which must be a program of Bootseer without `variables`.
+    `fanout`: address of the fan-out of a start that mounts it.
     Raises: BootseerError; nothing is mounted then.
     """
     run_dir = Path(spec.run_dir)
     state_dir = new_service_dir(run_dir)
+    note_fanout(state_dir, fanout)
     try:
         with start(
             CHECKPOINTS, run_dir, identity=state_dir.name, copy=forks, variables=variables

@@ -10,6 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from bootseer.checkpoints import copy_in, open_checkpoints
+from bootseer.demo.limited import read_account
 from bootseer.fanout.addresses import NotedAddresses
 from bootseer.fanout.trees import Trees
 from bootseer.kubernetes.csi.fanout import pod_number
@@ -60,11 +62,17 @@ def nodes(store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kubelet
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    (store.parent / "checkpoints").mkdir()
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(COUNT) as pool:
         yield [
             stack.enter_context(one)
             for one in pool.map(lambda number: _node(store, number), range(COUNT))
         ]
+
+
+def _checkpoints(store: Path) -> str:
+    """Return the URL of a folder of checkpoints that counts the bytes read."""
+    return f"limit+{(store.parent / 'checkpoints').as_uri()}?tally={store.parent / 'counted'}"
 
 
 def _pod(number: int) -> dict[str, str]:
@@ -77,7 +85,8 @@ def _pod(number: int) -> dict[str, str]:
 
 def _node(store: Path, number: int) -> Kubelet:
     url = f"limit+{store.as_uri()}?tally={store.parent / str(number)}"
-    return Kubelet("--fanout-address", f"127.0.0.{number + 2}", store_url=url)
+    options = ("--fanout-address", f"127.0.0.{number + 2}", "--source", _checkpoints(store))
+    return Kubelet(*options, store_url=url)
 
 
 def test_images_and_environments_leave_the_store_once(store: Path, nodes: list[Kubelet]) -> None:
@@ -122,6 +131,24 @@ def test_images_and_environments_leave_the_store_once(store: Path, nodes: list[K
     assert len([path for number in ORDINARY for path in read[number]]) <= 2, asked
 
 
+def test_what_is_read_ahead_of_checkpoints_leaves_the_storage_once(
+    store: Path, nodes: list[Kubelet]
+) -> None:
+    local = store.parent / "model.pt"
+    local.write_bytes(HOT)
+    with open_checkpoints((store.parent / "checkpoints").as_uri(), stripe_unit_bytes=1 << 20) as to:
+        copy_in(to, local, "step-1/model.pt")
+    volume = {"kind": "checkpoint", "source": _checkpoints(store), "read_newest": "true", **START}
+
+    def start(number: int) -> None:
+        target = nodes[number].publish("a", {**volume, **_pod(number)})
+        assert (target / "step-1/model.pt").read_bytes() == HOT
+
+    with ThreadPoolExecutor(COUNT) as pool:
+        list(pool.map(start, range(COUNT)))
+    assert read_account(store.parent / "counted").bytes_read < 2 * len(HOT)
+
+
 def test_a_node_that_reaches_no_other_gives_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,8 +182,13 @@ def test_a_pod_without_a_number_reads_the_store(tmp_path: Path) -> None:
         pod = {"csi.storage.k8s.io/pod.name": "llm-x7k2p", "csi.storage.k8s.io/pod.namespace": "t"}
         assert (node.publish("a", {**volume, **pod}) / "module.py").read_bytes() == b"value = 1\n"
         assert "the pod t/llm-x7k2p has no number below 4" in node.log()
-        for wrong in ({"nodes": "many"}, {"nodes": "-1"}, {"job": ""}, {"nodes": "99999999"}):
-            code, said = refused(node.publish, "b", {**volume, **pod, **wrong})
+        checkpoint = {"kind": "checkpoint", "source": "hdfs://namenode/a", **START}
+        for wrong in (
+            *({**volume, "nodes": nodes} for nodes in ("many", "-1", "99999999")),
+            {**volume, "job": ""},
+            checkpoint,
+        ):
+            code, said = refused(node.publish, "b", {**wrong, **pod})
             assert code is grpc.StatusCode.INVALID_ARGUMENT, said
             assert "nodes" in said
 
