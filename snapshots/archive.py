@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from bootseer.base.content_digest import new_hasher
-from bootseer.blob.index import codec as index
+from bootseer.blob import index
 from bootseer.blob.keys import blob_key
 from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.pack.members import Members

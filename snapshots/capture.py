@@ -24,7 +24,7 @@ from msgspec import Struct, field
 import bootseer
 from bootseer.base.progress import ProgressBar
 from bootseer.base.redact import redact
-from bootseer.blob.index import codec as index
+from bootseer.blob import index
 from bootseer.blob.pack.packing import ReusedFiles, pack_directory
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, from_oserror

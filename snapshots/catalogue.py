@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from bootseer.base.documents import DocumentFormat, ReadableStore
 from bootseer.base.progress import ProgressBar
-from bootseer.blob.index import codec as index
+from bootseer.blob import index
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import (

@@ -26,7 +26,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.base.documents import DocumentFormat, PathBytes, to_line
-from bootseer.blob.index import codec as index
+from bootseer.blob import index
 from bootseer.blob.tree import Inode, Tree
 from bootseer.errors import (
     AlreadyExistsError,

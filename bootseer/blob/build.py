@@ -14,7 +14,7 @@ from msgspec import Struct
 from bootseer.base.display import quoted
 from bootseer.blob.columns import SECTIONS, Columns, check_names
 from bootseer.blob.frames import FrameTable
-from bootseer.blob.index.codec import encode_digest
+from bootseer.blob.index import encode_digest
 from bootseer.blob.tree import Blob, Inode, Tree
 from bootseer.blob.xattr_codec import Xattrs, encode_xattrs
 from bootseer.errors import CorruptError, InvalidInputError

@@ -1,7 +1,7 @@
 """Model of a file tree: names, attributes, and the places of each file's bytes in blobs.
 
 `blob.pack` creates trees, `prefetch` merges the trees of layers and serves them, `snapshots`
-compares and restores them. The codec is `bootseer.blob.index.codec`. Frozen; safe to read from any
+compares and restores them. The codec is `bootseer.blob.index`. Frozen; safe to read from any
 thread.
 
 A `Tree` is a list of *inodes* (attributes and content) and a list of *names* that refer to them, so

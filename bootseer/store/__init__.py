@@ -73,7 +73,7 @@ def _import_backend(scheme: str) -> _Open:
         from bootseer.store.web import WebBackend
 
         return WebBackend
-    from bootseer.store.generic.backend import FsspecBackend
+    from bootseer.store.generic import FsspecBackend
 
     return lambda url, *, deadline_s: FsspecBackend(url, deadline_s=deadline_s)
 

@@ -436,7 +436,7 @@ def _open_backend(protocol: str, options: dict[str, Any], deadline_s: float) -> 
         from bootseer.store.buckets.backend import BucketBackend
 
         return BucketBackend(f"{protocol}://", options, deadline_s=deadline_s)
-    from bootseer.store.generic.backend import FsspecBackend
+    from bootseer.store.generic import FsspecBackend
 
     return FsspecBackend(f"{protocol}://", options)
 

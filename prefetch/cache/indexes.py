@@ -21,8 +21,8 @@ from msgspec import Meta, Struct
 
 from bootseer.base.content_digest import content_digest
 from bootseer.base.documents import Count, DocumentFormat
-from bootseer.blob.index.codec import decode
-from bootseer.blob.index.codec import digest as digest_of
+from bootseer.blob.index import decode
+from bootseer.blob.index import digest as digest_of
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
 from bootseer.linux.disk_usage import NO_DISK

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from bootseer.base.content_digest import ContentHasher
 from bootseer.base.parallel import StoppableProgress, map_in_threads
-from bootseer.blob.index.codec import decode, encode
+from bootseer.blob.index import decode, encode
 from bootseer.errors import (
     BootseerError,
     CorruptError,

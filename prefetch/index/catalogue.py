@@ -12,8 +12,8 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from bootseer.base.documents import ReadableStore
-from bootseer.blob.index.codec import decode
-from bootseer.blob.index.codec import digest as digest_of
+from bootseer.blob.index import decode
+from bootseer.blob.index import digest as digest_of
 from bootseer.blob.keys import POINTS, blob_key, index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError, InvalidInputError, NotFoundError

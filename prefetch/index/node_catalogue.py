@@ -22,8 +22,8 @@ from urllib.parse import quote
 from msgspec import Meta, Struct
 
 from bootseer.base.documents import AnyDigest, DocumentFormat, Sha256
-from bootseer.blob.index.codec import digest as digest_of
-from bootseer.blob.index.codec import encode
+from bootseer.blob.index import digest as digest_of
+from bootseer.blob.index import encode
 from bootseer.blob.tree import Blob
 from bootseer.errors import (
     BootseerError,

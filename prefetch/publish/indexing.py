@@ -20,8 +20,8 @@ from typing import IO
 
 from bootseer.base.content_digest import new_hasher
 from bootseer.base.parallel import StoppableProgress, map_in_threads
-from bootseer.blob.index.codec import digest as digest_of
-from bootseer.blob.index.codec import encode
+from bootseer.blob.index import digest as digest_of
+from bootseer.blob.index import encode
 from bootseer.blob.keys import POINTS, blob_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from bootseer.blob.index.codec import decode, encode
-from bootseer.blob.index.codec import digest as digest_of
+from bootseer.blob.index import decode, encode
+from bootseer.blob.index import digest as digest_of
 from bootseer.blob.keys import index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError

@@ -16,8 +16,7 @@ import zstandard
 from hypothesis import strategies as st
 
 from bootseer.base.content_digest import content_digest
-from bootseer.blob import seek_points
-from bootseer.blob.index import codec as index
+from bootseer.blob import index, seek_points
 from bootseer.blob.pack.packing import pack_tar
 from bootseer.blob.read import verify
 from bootseer.blob.tree import Frame

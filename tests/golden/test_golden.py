@@ -9,7 +9,7 @@ from pathlib import Path
 
 import zstandard
 
-from bootseer.blob.index import codec as index
+from bootseer.blob import index
 from bootseer.blob.read import BlobReader, verify
 from bootseer.prefetch.bundle import hot_store, similar
 from bootseer.prefetch.index import chains, records

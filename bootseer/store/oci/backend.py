@@ -24,10 +24,10 @@ from bootseer.registry.client import open_registry_client
 from bootseer.registry.reference import parse_reference
 from bootseer.settings.config import load_settings
 from bootseer.store.backend import Backend, FileInfo, Space, Traits
-from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.store.oci.object_list import ObjectList
 from bootseer.store.oci.objects import OciObject
 from bootseer.store.paths import PathMixin, check_range, split_path
+from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.transfer.attempt import Attempt
 
 PREFIX = "oci://"

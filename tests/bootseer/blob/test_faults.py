@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.blob import index
 from bootseer.blob.extract.extraction import extract
-from bootseer.blob.index import codec as index
 from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.read import BlobReader, verify
 from bootseer.errors import BusyError
@@ -88,7 +88,7 @@ def as_nobody(code: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
         "import io, sys; from pathlib import Path\n"
         "from bootseer.blob.pack.packing import pack_directory\n"
         "from bootseer.blob.extract.extraction import extract\n"
-        "from bootseer.blob.index.codec import decode\n"
+        "from bootseer.blob.index import decode\n"
         "import bootseer.errors, bootseer.blob.read, encodings.idna, concurrent.futures.thread\n"
     )
     return subprocess.run(
@@ -180,7 +180,7 @@ def test_a_killed_extraction_leaves_no_target_and_the_next_one_sweeps(
         import sys, time
         from pathlib import Path
         from bootseer.blob.extract.extraction import extract
-        from bootseer.blob.index.codec import decode
+        from bootseer.blob.index import decode
         base = Path(sys.argv[1])
         blob = (base / "blob").read_bytes()
         def read(number, offset, length):

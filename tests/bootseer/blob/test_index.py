@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootseer.base.content_digest import content_digest
+from bootseer.blob import index
 from bootseer.blob.build import build_tree
-from bootseer.blob.index import codec as index
 from bootseer.blob.read import verify
 from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError

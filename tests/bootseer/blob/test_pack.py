@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.blob.index import codec as index
+from bootseer.blob import index
 from bootseer.blob.read import BlobReader, verify
 from bootseer.errors import NotFoundError
 from testbed.needs import MissingError

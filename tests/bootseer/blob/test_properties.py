@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bootseer.blob import index
 from bootseer.blob.extract.extraction import extract
-from bootseer.blob.index import codec as index
 from bootseer.blob.read import BlobReader, verify
 from bootseer.errors import BootseerError
 from tests.bootseer.blob.trees import can_set_xattrs, packed, reader_of, state

@@ -4,7 +4,7 @@ import io
 import os
 from pathlib import Path
 
-from bootseer.blob.index.codec import encode
+from bootseer.blob.index import encode
 from bootseer.blob.pack.packing import pack_directory, pack_tar, tar_directory
 from testbed.images.rootfs import odd_tree
 

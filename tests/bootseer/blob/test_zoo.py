@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.blob import index
 from bootseer.blob.extract.extraction import extract
-from bootseer.blob.index import codec as index
 from bootseer.blob.pack.packing import pack_tar
 from bootseer.blob.read import BlobReader, verify
 from tests.bootseer.blob.trees import make_zoo, packed, reader_of, state

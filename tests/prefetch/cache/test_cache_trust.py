@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bootseer.blob.index.codec import decode, encode
-from bootseer.blob.index.codec import digest as digest_of
+from bootseer.blob.index import decode, encode
+from bootseer.blob.index import digest as digest_of
 from bootseer.blob.keys import blob_key
 from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.tree import Blob, Tree

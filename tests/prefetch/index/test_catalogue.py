@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from bootseer.blob.build import build_tree
-from bootseer.blob.index.codec import digest, encode
+from bootseer.blob.index import digest, encode
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Inode
 from bootseer.errors import (

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bootseer.blob import index
 from bootseer.blob.build import build_tree
-from bootseer.blob.index import codec as index
 from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
 from bootseer.errors import CorruptError
 from bootseer.prefetch.index.merge import LayerTree, merge_layers

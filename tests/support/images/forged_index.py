@@ -8,7 +8,7 @@ import struct
 
 import zstandard
 
-from bootseer.blob.index.codec import encode
+from bootseer.blob.index import encode
 from bootseer.blob.tree import Tree
 
 # Names of the sections from number 1 on, with the type code of their numbers, or "" for a heap.

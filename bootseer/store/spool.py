@@ -1,4 +1,7 @@
-"""Writer for storage that accepts an object only as a whole. One thread, as every `Writer`."""
+"""Writer for storage that accepts an object only as a whole: registries, fsspec file systems.
+
+One thread, as every `Writer`.
+"""
 
 import tempfile
 from collections.abc import Callable

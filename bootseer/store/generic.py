@@ -39,8 +39,8 @@ from bootseer.store.deadline import (
     DeadlineCaller,
     NoAnswerError,
 )
-from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.store.paths import PathMixin, check_range, split_path, split_scheme
+from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.transfer.attempt import Attempt
 
 Result = TypeVar("Result")

@@ -1,1 +1,0 @@
-"""Backend for every other fsspec URL, and a writer that collects an object before it is stored."""
