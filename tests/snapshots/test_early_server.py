@@ -39,7 +39,7 @@ _UNWANTED = (
         "tomllib",
         "xml",
     ),
-    *("bootseer.blob.extract.extraction", "bootseer.cli.snapshot_run"),
+    "bootseer.blob.extract.extraction",
     *(
         "bootseer.fuse.kernel.server",
         "bootseer.prefetch.serve.server",
