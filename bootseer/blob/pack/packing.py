@@ -1,15 +1,16 @@
 """Packing of a directory into a blob and its tree (`pack_tar` does it for a tar stream).
 
-`pack.scan` walks the directory, `pack.members` lays out the members, `pack.frame_writer` compresses
-them. The same input, level and frame size give the same bytes, whatever the number of threads.
-Several calls may run in parallel.
+`pack.members` lays out the members, `pack.frame_writer` compresses them. The same input, level and
+frame size give the same bytes, whatever the number of threads. Several calls may run in parallel.
 """
 
 import errno
+import fnmatch
 import logging
 import os
+import re
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import BinaryIO
 
@@ -18,11 +19,10 @@ from msgspec import Struct, field
 from bootseer.base.display import quoted
 from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter, PlainWriter, StreamWriter
 from bootseer.blob.pack.members import Members, plain_size
-from bootseer.blob.pack.scan import ScannedName, data_segments, scan, xattrs_of
 from bootseer.blob.pack.stat_record import bounded_time_ns
 from bootseer.blob.pack.tar_packing import pack_tar
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
-from bootseer.errors import BootseerError, BusyError, from_oserror
+from bootseer.errors import BootseerError, BusyError, NotFoundError, from_oserror
 
 __all__ = ["pack_directory", "pack_tar", "tar_directory"]
 
@@ -52,6 +52,17 @@ class ReusedFiles(Struct, frozen=True):
     blobs: Sequence[Blob] = ()
     files: Mapping[bytes, ReusedContent] = field(default_factory=dict)
     """Places by path; a hard-linked file has an entry for each of its names."""
+
+
+class _ScannedName(Struct, frozen=True):
+    """Name that the walk has found."""
+
+    path: bytes
+    fd: int
+    """Descriptor of the name's directory, or of the directory itself for a directory. It is closed
+    when the next entry is requested."""
+    name: bytes
+    status: os.stat_result
 
 
 _NO_REUSED_FILES = ReusedFiles()
@@ -98,7 +109,7 @@ def pack_directory(
     with FrameWriter(
         sink, level=level, frame_bytes=frame_bytes, threads=threads, on_progress=on_progress
     ) as writer:
-        entries = scan(root, paths=paths, exclude=exclude, one_file_system=one_file_system)
+        entries = _walk(root, paths=paths, exclude=exclude, one_file_system=one_file_system)
         return _write(root, entries, writer, others, identities)
 
 
@@ -115,13 +126,13 @@ def tar_directory(
     the same blob. The tree differs from that of `pack_directory` in the blob only, which has no
     frames. Raises: as `pack_directory`.
     """
-    entries = scan(root, paths=None, exclude=(), one_file_system=one_file_system)
+    entries = _walk(root, paths=None, exclude=(), one_file_system=one_file_system)
     return _write(root, entries, PlainWriter(sink, on_progress), _NO_REUSED_FILES, _NO_IDENTITIES)
 
 
 def _write(
     root: str | os.PathLike[str],
-    entries: Iterable[ScannedName],
+    entries: Iterable[_ScannedName],
     writer: StreamWriter,
     others: ReusedFiles,
     identities: Mapping[bytes, tuple[int, int]],
@@ -156,7 +167,7 @@ class _ReadError(Exception):
 
 
 def _add(
-    members: Members, writer: StreamWriter, entry: ScannedName, elsewhere: ReusedContent | None
+    members: Members, writer: StreamWriter, entry: _ScannedName, elsewhere: ReusedContent | None
 ) -> int | None:
     status = entry.status
     mode = status.st_mode
@@ -182,9 +193,9 @@ def _add(
     try:
         target = b""
         if stat.S_ISDIR(mode):
-            xattrs = xattrs_of(entry.fd)
+            xattrs = _xattrs_of(entry.fd)
         else:
-            xattrs = xattrs_of(f"/proc/self/fd/{entry.fd}/{os.fsdecode(entry.name)}")
+            xattrs = _xattrs_of(f"/proc/self/fd/{entry.fd}/{os.fsdecode(entry.name)}")
             if stat.S_ISLNK(mode):
                 target = os.readlink(entry.name, dir_fd=entry.fd)
     except OSError as error:
@@ -221,11 +232,11 @@ def _unchanged_inode(path: bytes, fd: int, before: os.stat_result) -> Inode | No
         status = os.fstat(fd)
         if status.st_ino != before.st_ino or not _unchanged(fd, before):
             return None
-        if status.st_blocks * 512 < status.st_size and data_segments(fd, status.st_size) != [
+        if status.st_blocks * 512 < status.st_size and _data_segments(fd, status.st_size) != [
             (0, status.st_size)
         ]:
             return None
-        return _inode(path, status, xattrs_of(fd))
+        return _inode(path, status, _xattrs_of(fd))
     except OSError as error:
         raise _ReadError from error
 
@@ -240,16 +251,16 @@ def _add_file(members: Members, writer: StreamWriter, path: bytes, fd: int) -> i
                 break
             content = os.pread(fd, status.st_size + 1, 0)
             if len(content) == status.st_size and _unchanged(fd, status):
-                return members.add_small(path, _inode(path, status, xattrs_of(fd)), content)
+                return members.add_small(path, _inode(path, status, _xattrs_of(fd)), content)
         else:
             raise _ReadError
         segments = None
         # Fewer blocks than bytes mean holes, or a file system that compresses.
         if status.st_blocks * 512 < status.st_size:
-            segments = data_segments(fd, status.st_size)
+            segments = _data_segments(fd, status.st_size)
             if segments == [(0, status.st_size)]:
                 segments = None
-        inode = _inode(path, status, xattrs_of(fd))
+        inode = _inode(path, status, _xattrs_of(fd))
     except OSError as error:
         raise _ReadError from error
 
@@ -280,3 +291,182 @@ def _unchanged(fd: int, before: os.stat_result) -> bool:
         before.st_mtime_ns,
         before.st_ctime_ns,
     )
+
+
+# ---- the walk through a directory ---------------------------------------------------------------
+
+# Directories are opened relative to their parents, and symbolic links are never followed: a link
+# that replaces a directory during the walk is an error.
+
+_HOLE_ALIGNMENT = 4096
+_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Labels of this host's security policy, and attributes of overlayfs: invalid on other machines.
+_LOCAL_XATTRS = ("security.selinux", "trusted.overlay.", "user.overlay.", "system.nfs4_acl")
+
+
+def _excluder(patterns: Iterable[str | bytes]) -> Callable[[bytes], bool]:
+    """Return the function that says whether a path is excluded.
+
+    A pattern with "/" is matched against the whole path, any other against the last component. "*"
+    also matches "/".
+    """
+    anywhere: list[str] = []
+    whole: list[str] = []
+    for pattern in patterns:
+        text = os.fsdecode(pattern).strip("/")
+        (whole if "/" in text else anywhere).append(fnmatch.translate(text))
+    if not anywhere and not whole:
+        return lambda path: False
+    never = "(?!)"
+    match_name = re.compile("|".join(anywhere) or never).match
+    match_path = re.compile("|".join(whole) or never).match
+
+    def excluded(path: bytes) -> bool:
+        text = os.fsdecode(path)
+        return bool(match_path(text) or match_name(text.rpartition("/")[2]))
+
+    return excluded
+
+
+def _walk(
+    root: str | bytes | os.PathLike[str],
+    *,
+    paths: Iterable[bytes] | None = None,
+    exclude: Iterable[str | bytes] = (),
+    one_file_system: bool = False,
+) -> Iterator[_ScannedName]:
+    """Yield every name below `root`, and first the root itself.
+
+    With `paths`, yield only these and the directories that lead to them, without the contents of a
+    directory among them. Raises: NotFoundError, PermissionDeniedError, BusyError (a name changed
+    during the walk), each naming the path.
+    """
+    excluded = _excluder(exclude)
+    wanted = None if paths is None else _by_directory(paths)
+    shown = os.fsencode(root)
+    try:
+        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise from_oserror(error, f"open the directory {os.fsdecode(shown)}") from error
+    fds = [fd]
+    try:
+        status = os.fstat(fd)
+        device = status.st_dev
+        yield _ScannedName(b"", fd, b"", status)
+        stack = [(b"", iter(_names(fd, b"", shown, wanted)))]
+        while stack:
+            prefix, names = stack[-1]
+            name = next(names, None)
+            if name is None:
+                stack.pop()
+                os.close(fds.pop())
+                continue
+            path = prefix + name
+            if excluded(path):
+                continue
+            try:
+                status = os.stat(name, dir_fd=fds[-1], follow_symlinks=False)
+                if not stat.S_ISDIR(status.st_mode):
+                    if wanted is not None and path in wanted:
+                        raise NotFoundError(f"{_show(shown, path)} is not a directory")
+                    yield _ScannedName(path, fds[-1], name, status)
+                    continue
+                if one_file_system and status.st_dev != device:
+                    _log.warning("%s is on another file system and is left out", _show(shown, path))
+                    continue
+                fds.append(os.open(name, _OPEN_DIRECTORY, dir_fd=fds[-1]))
+                status = os.fstat(fds[-1])
+            except BootseerError:
+                raise
+            except OSError as error:
+                raise _explain(error, shown, path, listed=wanted is None) from error
+            yield _ScannedName(path, fds[-1], b"", status)
+            stack.append((path + b"/", iter(_names(fds[-1], path, shown, wanted))))
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _show(root: bytes, path: bytes) -> str:
+    return os.fsdecode(os.path.join(root, path) if path else root)
+
+
+def _explain(error: OSError, root: bytes, path: bytes, *, listed: bool) -> BootseerError:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP) and listed:
+        return BusyError(f"{_show(root, path)} changed while being packed: try again")
+    return from_oserror(error, f"read {_show(root, path)}")
+
+
+def _names(
+    fd: int, path: bytes, root: bytes, wanted: dict[bytes, set[bytes]] | None
+) -> Sequence[bytes]:
+    if wanted is not None:
+        return sorted(wanted.get(path, ()))
+    try:
+        return sorted(map(os.fsencode, os.listdir(fd)))
+    except OSError as error:
+        raise from_oserror(error, f"list {_show(root, path)}") from error
+
+
+def _by_directory(paths: Iterable[bytes]) -> dict[bytes, set[bytes]]:
+    """Return the names to yield in each directory, including those of leading directories."""
+    wanted: dict[bytes, set[bytes]] = {}
+    for path in paths:
+        parts = path.split(b"/")
+        if path.startswith(b"/") or any(part in (b"", b".", b"..") for part in parts):
+            if path in (b"", b"."):
+                continue
+            raise NotFoundError(f"{quoted(path)} is not a path relative to the packed directory")
+        for i in range(len(parts) - 1, -1, -1):
+            names = wanted.setdefault(b"/".join(parts[:i]), set())
+            if parts[i] in names:
+                break
+            names.add(parts[i])
+    return wanted
+
+
+def _xattrs_of(target: int | str) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the extended attributes of an open file or a path, sorted. Raises: OSError.
+
+    A symbolic link is not followed. Attributes that are valid on this host only are left out.
+    """
+    follow = isinstance(target, int)
+    try:
+        names = os.listxattr(target, follow_symlinks=follow)
+    except OSError as error:
+        if error.errno in (errno.ENOTSUP, errno.ENOSYS):
+            return ()
+        raise
+    if not names:
+        return ()
+    found = []
+    for name in names:
+        if not name.startswith(_LOCAL_XATTRS):
+            found.append((os.fsencode(name), os.getxattr(target, name, follow_symlinks=follow)))
+    return tuple(sorted(found))
+
+
+def _data_segments(fd: int, size: int) -> list[tuple[int, int]]:
+    """Return the segments (offset, length) of a file that are not holes, in order.
+
+    Segments begin and end on 4 KiB boundaries. Raises: OSError.
+    """
+    segments: list[tuple[int, int]] = []
+    position = 0
+    while position < size:
+        try:
+            start = os.lseek(fd, position, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                break
+            raise
+        end = os.lseek(fd, start, os.SEEK_HOLE)
+        # GNU tar reads only segments made of whole blocks.
+        start -= start % _HOLE_ALIGNMENT
+        end = min(end + -end % _HOLE_ALIGNMENT, size)
+        if segments and start <= sum(segments[-1]):
+            start = segments.pop()[0]
+        if end > start:
+            segments.append((start, end - start))
+        position = max(end, position + 1)
+    return segments
