@@ -162,7 +162,7 @@ class FileChange(Struct, frozen=True):
     after_bytes: int = 0
 
 
-class Comparison(Struct, frozen=True):
+class ViewDifferences(Struct, frozen=True):
     """Differences between two views, sorted."""
 
     packages: tuple[PackageChange, ...]
@@ -213,7 +213,7 @@ def disk_view(manifest: Manifest, directory: Path | None = None) -> View:
     return View(trees)
 
 
-def compare(before: View, after: View) -> Comparison:
+def compare(before: View, after: View) -> ViewDifferences:
     """Return the differences between two views. Times do not count. Pure."""
     then, now = _entries(before), _entries(after)
     unknown_before, unknown_after = before.partial - after.partial, after.partial - before.partial
@@ -237,7 +237,7 @@ def compare(before: View, after: View) -> Comparison:
     )
     if unknown_before or unknown_after:
         packages = tuple(change for change in packages if change.before and change.after)
-    return Comparison(packages, tuple(changes))
+    return ViewDifferences(packages, tuple(changes))
 
 
 def _is_below(path: bytes, targets: frozenset[bytes]) -> bool:

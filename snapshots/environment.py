@@ -51,7 +51,7 @@ from bootseer.settings.config import Settings
 from bootseer.settings.values import AUTOMATIC_AGE_S
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.command_parts import shown_program
-from bootseer.snapshots.key import Report, Request, Resolved, resolve, working_directory
+from bootseer.snapshots.key import Report, Resolved, SetupRequest, resolve, working_directory
 from bootseer.snapshots.key_parts import Part
 from bootseer.snapshots.layers import hard_links, scan_after, scan_before
 from bootseer.snapshots.manifest import Manifest, Outside
@@ -179,7 +179,7 @@ def look_up(store: ReadableStore, key: str, max_age_s: float) -> Known:
 
 
 def may_replace(
-    settings: Settings, request: Request, paths: Mapping[bytes, Path], *, until_exit: bool
+    settings: Settings, request: SetupRequest, paths: Mapping[bytes, Path], *, until_exit: bool
 ) -> bool:
     """Return whether targets can be made anew without changing them for another job."""
     if request.root != _ROOT or (until_exit and can_mount_directly()):
@@ -298,7 +298,7 @@ class _NotStoredError(Exception):
 
 def run_setup(
     settings: Settings,
-    request: Request,
+    request: SetupRequest,
     *,
     report: Report = lambda sentence: None,
     wait_s: float = 1800.0,
@@ -351,7 +351,7 @@ class _SetUp:
     def __init__(
         self,
         settings: Settings,
-        request: Request,
+        request: SetupRequest,
         report: Report,
         wait_s: float,
         lease_s: float,
@@ -923,7 +923,7 @@ def _nearest(parts: Sequence[Part], earlier: Sequence[Manifest]) -> str:
     return f"nearest is snapshot {near.fingerprint[:12]}; it differs in {in_words(differences)}"
 
 
-def _run_command(request: Request, locks: Sequence[int]) -> float:
+def _run_command(request: SetupRequest, locks: Sequence[int]) -> float:
     """Run the command of a set-up, and return the seconds that it took.
 
     The command inherits the descriptors `locks`: no other process changes the targets while it

@@ -24,7 +24,7 @@ from bootseer.snapshots.environment import (
     mounted_in_place,
     settled_max_age,
 )
-from bootseer.snapshots.key import Report, Request, resolve
+from bootseer.snapshots.key import Report, SetupRequest, resolve
 from bootseer.snapshots.key_parts import Part
 from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.scan import base_digest, scan, text_of
@@ -58,7 +58,7 @@ class Explanation(Struct, frozen=True):
     """Maximum age of a stored snapshot; 0: any age."""
 
 
-def explain_setup(settings: Settings, request: Request, report: Report) -> Explanation:
+def explain_setup(settings: Settings, request: SetupRequest, report: Report) -> Explanation:
     """Return the outcome that `run_setup` would have now. Changes nothing.
 
     Raises: as `key.resolve`; UnavailableError, CorruptError, DeadlineError of the store.

@@ -129,7 +129,7 @@ def _read_output(descriptor: int, args: Sequence[str], end: float) -> bytes:
     return bytes(found)
 
 
-class Request(Struct, frozen=True):
+class SetupRequest(Struct, frozen=True):
     """Set-up command, and the user's declarations about it."""
 
     command: Sequence[str]
@@ -182,7 +182,7 @@ class Resolved(Struct, frozen=True):
         return fingerprint(self.all_parts(bases))
 
 
-def working_directory(request: Request) -> str:
+def working_directory(request: SetupRequest) -> str:
     """Return the directory in which the command runs, as a path inside its root."""
     if request.directory:
         return request.directory
@@ -194,7 +194,7 @@ def _words(text: str) -> list[str]:
     return text.replace(",", " ").split()
 
 
-def resolve(request: Request, report: Report, known: Path | None = None) -> Resolved:
+def resolve(request: SetupRequest, report: Report, known: Path | None = None) -> Resolved:
     """Return the targets and parts of a set-up, and report findings that were not declared.
 
     `known`: folder that remembers the answers of this host's interpreters.

@@ -19,8 +19,8 @@ from bootseer.errors import CorruptError, exit_code_of
 
 if TYPE_CHECKING:
     from bootseer.blob.tree import Inode
-    from bootseer.snapshots.diff import Comparison
-    from bootseer.snapshots.key import Request
+    from bootseer.snapshots.diff import ViewDifferences
+    from bootseer.snapshots.key import SetupRequest
     from bootseer.snapshots.manifest import Manifest
 
 # ---- documents --------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def snapshot_diff(before: str, after: str | None, packages_only: bool) -> Snapsh
     return _diff(compare(view, other), packages_only)
 
 
-def _diff(comparison: "Comparison", packages_only: bool) -> SnapshotDiff:
+def _diff(comparison: "ViewDifferences", packages_only: bool) -> SnapshotDiff:
     return SnapshotDiff(
         comparison.is_equal,
         [
@@ -666,10 +666,10 @@ _set_up_options = options(
 )
 
 
-def _request(values: dict[str, Any]) -> "Request":
-    from bootseer.snapshots.key import Request
+def _request(values: dict[str, Any]) -> "SetupRequest":
+    from bootseer.snapshots.key import SetupRequest
 
-    return Request(**{**values, "command": _command(values["command"])})
+    return SetupRequest(**{**values, "command": _command(values["command"])})
 
 
 def _command(words: tuple[str, ...]) -> list[str]:

@@ -25,7 +25,7 @@ from bootseer.timeline.recorder import FILE_VARIABLE, Timeline
 if TYPE_CHECKING:
     from bootseer.launch.caches.finding import CacheJob
     from bootseer.prefetch.container.container import Container
-    from bootseer.snapshots.key import Request
+    from bootseer.snapshots.key import SetupRequest
     from bootseer.snapshots.layers import Layers
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Place(Protocol):
         Return its path for the job, at which a container calls it `name`. Raises: BootseerError.
         """
 
-    def request(self, request: "Request") -> "Request":
+    def request(self, request: "SetupRequest") -> "SetupRequest":
         """Return the set-up `request` for this place; may enter it. Raises: BootseerError."""
 
     def enter(self) -> None:
@@ -104,7 +104,7 @@ class HostPlace:
     def show_folder(self, folder: Path, name: str) -> str:
         return str(folder)
 
-    def request(self, request: "Request") -> "Request":
+    def request(self, request: "SetupRequest") -> "SetupRequest":
         return request
 
     def enter(self) -> None:
@@ -164,7 +164,7 @@ class ImagePlace:
         self._container.bind(folder, target)
         return target
 
-    def request(self, request: "Request") -> "Request":
+    def request(self, request: "SetupRequest") -> "SetupRequest":
         container = self._container
         container.enter()
         return replace(

@@ -143,10 +143,10 @@ def _set_up(
 ) -> None:
     """Restore the snapshot of one set-up, or run it. Raises: as `environment.run_setup`."""
     from bootseer.snapshots.environment import run_setup
-    from bootseer.snapshots.key import Request, run_plainly
+    from bootseer.snapshots.key import SetupRequest, run_plainly
 
     request = place.request(
-        Request(
+        SetupRequest(
             command=command,
             targets=job.targets,
             inputs=job.inputs,

@@ -25,7 +25,7 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots import archive, catalogue
 from bootseer.snapshots.archive import create_snapshot, export_snapshot, import_archive
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.restore import restore_snapshot
 from bootseer.store import Store, open_store
@@ -108,7 +108,7 @@ def test_several_directories_and_differences_are_one_archive(
     (one / "removed").touch()
     _make(tmp_path / "made")
     script = f"rm {one}/removed; cp -a {tmp_path}/made {one}/new; cp -a {tmp_path}/made {other}"
-    request = Request(command=["sh", "-ec", script], targets=[str(one), str(other)])
+    request = SetupRequest(command=["sh", "-ec", script], targets=[str(one), str(other)])
     found = catalogue.find(store, run_setup(node, request).fingerprint)
     file = tmp_path / "both.tar.zst"
     export_snapshot(store, found, file, _ignore)

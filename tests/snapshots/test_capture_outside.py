@@ -13,7 +13,7 @@ import pytest
 from bootseer.snapshots import capture as outside
 from bootseer.snapshots.capture import changed_since, now_ns, usual_places
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.snapshots.manifest import Outside
 from bootseer.snapshots.restore import restore_snapshot
 from testbed.waiting import wait_for
@@ -34,7 +34,7 @@ def test_changes_outside_are_named_with_the_way_out(tmp_path: Path, make_node: M
         mkdir __pycache__; echo x > __pycache__/a.pyc
         mkdir cache; echo x > cache/wheel
     """
-    request = Request(
+    request = SetupRequest(
         command=["sh", "-ec", script],
         targets=["env"],
         directory=str(work),
@@ -99,14 +99,14 @@ def test_places_are_absolute_and_never_the_root() -> None:
     assert "/etc" in usual_places({}, "/")
 
 
-def _outside_request(tmp_path: Path) -> Request:
+def _outside_request(tmp_path: Path) -> SetupRequest:
     (tmp_path / "work").mkdir(exist_ok=True)
     script = f"""
         mkdir env; echo x > env/file
         mkdir -p {tmp_path}/home/bin; touch {tmp_path}/home/bin/tool
         touch slurm-77.out train-4711.err install.log
     """
-    return Request(
+    return SetupRequest(
         command=["sh", "-ec", script],
         targets=["env"],
         directory=str(tmp_path / "work"),

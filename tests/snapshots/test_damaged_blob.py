@@ -11,7 +11,7 @@ from bootseer.prefetch.cache.indexes import is_damage_known
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.snapshots.mounted import unmount_snapshot
 from bootseer.store import open_store
 from testbed.mounts.image_mounts import run_program
@@ -23,12 +23,12 @@ from tests.snapshots.support.mounted_jobs import SetupProcess
 pytestmark = pytest.mark.needs("mount", "fuse")
 
 
-def _request(tmp_path: Path) -> tuple[Request, Path]:
+def _request(tmp_path: Path) -> tuple[SetupRequest, Path]:
     """Return a set-up whose result cannot be compressed, so that every byte of its blob counts."""
     source, target = tmp_path / "source", tmp_path / "env"
     source.write_bytes(os.urandom(400_000))
     text = f"echo run >> {tmp_path}/runs; mkdir -p {target}; cp -p {source} {target}/data"
-    return Request(command=["sh", "-ec", text], targets=[str(target)]), target
+    return SetupRequest(command=["sh", "-ec", text], targets=[str(target)]), target
 
 
 def _damage(node: Settings, key: str) -> None:

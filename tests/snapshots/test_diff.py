@@ -12,9 +12,9 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.archive import create_snapshot
 from bootseer.snapshots.catalogue import Verifier
-from bootseer.snapshots.diff import Comparison, compare, disk_view, snapshot_view
+from bootseer.snapshots.diff import ViewDifferences, compare, disk_view, snapshot_view
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.snapshots.manifest import Manifest
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
@@ -27,14 +27,16 @@ def _write(env: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def _compare(settings: Settings, one: Manifest, other: Manifest | None, *disk: Path) -> Comparison:
+def _compare(
+    settings: Settings, one: Manifest, other: Manifest | None, *disk: Path
+) -> ViewDifferences:
     with open_store(settings.store_url) as store:
         before = snapshot_view(store, one)
         after = snapshot_view(store, other) if other else disk_view(one, *disk)
     return compare(before, after)
 
 
-def _said(comparison: Comparison, env: Path) -> list[tuple[str, ...]]:
+def _said(comparison: ViewDifferences, env: Path) -> list[tuple[str, ...]]:
     skip = len(os.fsencode(env)) + 1
     return [(change.kind, change.path[skip:].decode(), *change.what) for change in comparison.files]
 
@@ -125,7 +127,7 @@ def test_a_difference_says_nothing_of_what_was_there_before(
     node, env = make_node("a"), tmp_path / "env"
     _write(env, {"before": "1", "old-1.dist-info/x": "", "removed": ""})
     script = f"rm {env}/removed; echo new > {env}/new; mkdir {env}/old-2.dist-info"
-    result = run_setup(node, Request(command=["sh", "-c", script], targets=[str(env)]))
+    result = run_setup(node, SetupRequest(command=["sh", "-c", script], targets=[str(env)]))
     with open_store(node.store_url) as store:
         manifest = catalogue.find(store, result.fingerprint)
     assert _compare(node, manifest, None).files == ()

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.store import open_store
 from testbed.needs import MissingError
 from testbed.trees import describe, differences, make_zoo
@@ -64,7 +64,7 @@ def test_a_restored_zoo_is_in_place_until_it_is_touched(
     cache.mkdir(parents=True)
     (cache / "module.cpython-311.pyc").write_bytes(b"bytecode")
     (cache / "other").write_bytes(b"x")
-    request = Request(command=["cp", "-a", str(zoo), str(target)], targets=[str(target)])
+    request = SetupRequest(command=["cp", "-a", str(zoo), str(target)], targets=[str(target)])
     run_setup(make_node("a"), request)
     shutil.rmtree(target)
     node = make_node("b")
@@ -89,7 +89,7 @@ def test_a_file_from_after_2262(tmp_path: Path, make_node: MakeNode) -> None:
     """Regression: a time beyond 64 bits of nanoseconds ended the command."""
     file = tmp_path / "env/file"
     text = f"mkdir {file.parent}; touch -d @9300000000 {file}"
-    request = Request(command=["sh", "-ec", text], targets=[str(file.parent)])
+    request = SetupRequest(command=["sh", "-ec", text], targets=[str(file.parent)])
     assert run_setup(make_node("a"), request).how == "captured"
     if file.stat().st_mtime_ns < 2**63:
         raise MissingError("this file system has no times after 2262")
@@ -105,7 +105,7 @@ def test_what_changes_the_key(tmp_path: Path, make_node: MakeNode) -> None:
     )
     keys = set()
 
-    def run(request: Request) -> None:
+    def run(request: SetupRequest) -> None:
         shutil.rmtree(tmp_path / "env", ignore_errors=True)
         result = run_setup(node, request)
         assert result.how == "captured"
@@ -127,7 +127,7 @@ def test_requirement_files_are_inputs(tmp_path: Path, make_node: MakeNode) -> No
     (tmp_path / "more/inner.txt").write_text("-c pins.txt\na\n")
     (tmp_path / "more/pins.txt").write_text("a==1\n")
     said: list[str] = []
-    request = Request(
+    request = SetupRequest(
         # pip is only a word of the command here, which runs `true`.
         command=["sh", "-c", "true || pip install -r requirements.txt; mkdir env"],
         targets=["env"],
@@ -153,7 +153,7 @@ def test_the_output_of_the_command_stays_off_stdout(
 
 def test_targets_that_do_not_appear(tmp_path: Path, make_node: MakeNode) -> None:
     said: list[str] = []
-    request = Request(command=["true"], targets=[str(tmp_path / "env")])
+    request = SetupRequest(command=["true"], targets=[str(tmp_path / "env")])
     result = run_setup(make_node("a"), request, report=said.append)
     assert result.how == "ran"
     assert "warning: the set-up ran but was not stored" in said[-1]
@@ -165,15 +165,15 @@ def test_declarations_that_cannot_be_used(tmp_path: Path, make_node: MakeNode) -
         run_setup(node, counted_request(tmp_path, inputs=[str(tmp_path / "missing")]))
     for targets in (["/"], [""], ["a\0b"]):
         with pytest.raises(InvalidInputError):
-            run_setup(node, Request(command=["true"], targets=targets, directory="/"))
+            run_setup(node, SetupRequest(command=["true"], targets=targets, directory="/"))
     with pytest.raises(InvalidInputError):
-        run_setup(node, Request(command=[]))
+        run_setup(node, SetupRequest(command=[]))
     assert runs(tmp_path) == 0
 
 
 def test_targets_that_cannot_be_inferred(tmp_path: Path, make_node: MakeNode) -> None:
     said: list[str] = []
-    request = Request(command=["touch", str(tmp_path / "x")], directory=str(tmp_path))
+    request = SetupRequest(command=["touch", str(tmp_path / "x")], directory=str(tmp_path))
     assert run_setup(make_node("a"), request, report=said.append).how == "ran"
     assert "--target" in said[0]
 
@@ -221,7 +221,7 @@ def test_an_overlay_root(tmp_path: Path, make_node: MakeNode) -> None:
                 "rm -r pkg2; echo now a file > pkg2; chmod 600 kept.py; mkdir -p $ROOT/opt/venv; "
                 "echo 3 > $ROOT/opt/venv/y"
             )
-            request = Request(
+            request = SetupRequest(
                 command=["sh", "-e", "-c", text],
                 targets=["/usr/lib", "/opt/venv"],
                 root=merged,
@@ -335,7 +335,7 @@ def test_a_miss_says_what_has_changed_and_a_capture_that_it_began(
 ) -> None:
     """Regression: users could not see why a set-up ran again, nor that a capture took minutes."""
     target, file = tmp_path / "env", tmp_path / "versions"
-    request = Request(["cp", str(file), str(target)], targets=[str(target)])
+    request = SetupRequest(["cp", str(file), str(target)], targets=[str(target)])
     request = replace(request, command=["sh", "-ec", f"mkdir {target}; cp {file} {target}/"])
     said: list[str] = []
     for text in ("1", "2"):
@@ -350,7 +350,7 @@ def test_a_miss_says_what_has_changed_and_a_capture_that_it_began(
     assert len(began) == len(ended) == 1
     assert began < ended
     # A completely different environment is not compared.
-    other = Request(["mkdir", str(tmp_path / "other")], targets=[str(tmp_path / "other")])
+    other = SetupRequest(["mkdir", str(tmp_path / "other")], targets=[str(tmp_path / "other")])
     said.clear()
     run_setup(make_node("a"), other, report=said.append)
     assert not [one for one in said if one.startswith("nearest is")]

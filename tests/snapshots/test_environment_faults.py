@@ -12,7 +12,7 @@ from bootseer.errors import SetupFailedError
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.catalogue import Verifier
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.store import open_store
 from testbed.needs import MissingError
 from tests.snapshots.conftest import MakeNode
@@ -65,7 +65,7 @@ def test_a_manifest_that_was_changed_is_refused_and_replaced(
         (env / "precious").write_text("2")
 
     prepare()
-    request = Request(["rm", str(env / "old")], targets=[str(env)])
+    request = SetupRequest(["rm", str(env / "old")], targets=[str(env)])
     first = run_setup(make_node("a"), request)
     file = tmp_path / f"store/snapshots/{first.fingerprint}.json"
     file.chmod(0o600)
@@ -91,7 +91,7 @@ def test_a_full_disk(tmp_path: Path, make_node: MakeNode) -> None:
     (tmp_path / "disk").mkdir()
     target = tmp_path / "disk/env"
     script = f"mkdir {target}; head -c 3000000 /dev/urandom > {target}/file"
-    request = Request(command=["sh", "-e", "-c", script], targets=[str(target)])
+    request = SetupRequest(command=["sh", "-e", "-c", script], targets=[str(target)])
     run_setup(make_node("a"), request)
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "disk")]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
@@ -114,7 +114,7 @@ def test_a_full_disk_elsewhere(tmp_path: Path, make_node: MakeNode, where: str) 
     script = (
         f"echo run >> {tmp_path}/runs; mkdir {target}; head -c 3000000 /dev/urandom > {target}/f"
     )
-    request = Request(command=["sh", "-e", "-c", script], targets=[str(target)])
+    request = SetupRequest(command=["sh", "-e", "-c", script], targets=[str(target)])
     small.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
@@ -159,7 +159,7 @@ def test_a_failed_setup_publishes_nothing(tmp_path: Path, make_node: MakeNode) -
         run_setup(node, counted_request(tmp_path, "kill -9 $$"))
     assert failure.value.exit_code == 128 + 9
     with pytest.raises(SetupFailedError) as failure:
-        run_setup(node, Request(command=["/no/such/program"], targets=[str(tmp_path / "env")]))
+        run_setup(node, SetupRequest(command=["/no/such/program"], targets=[str(tmp_path / "env")]))
     assert failure.value.exit_code == 127
     with open_store(node.store_url) as store:
         assert list(catalogue.list_all(store)) == []

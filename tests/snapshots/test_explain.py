@@ -15,7 +15,7 @@ from bootseer.snapshots import catalogue
 from bootseer.snapshots.diff import compare_parts, nearest
 from bootseer.snapshots.environment import HELD, Known, Situation, decide, run_setup
 from bootseer.snapshots.explain import IN_PLACE, RESTORE, RUN, Explanation, explain_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.snapshots.key_parts import Part, fingerprint
 from bootseer.snapshots.manifest import Manifest, StoredIndex, Target, encode
 from bootseer.store import open_store
@@ -91,7 +91,7 @@ def test_comparing_finds_exactly_what_differs(one: dict[str, str], other: dict[s
     assert mended == other
 
 
-def _explain(settings: Settings, request: Request) -> Explanation:
+def _explain(settings: Settings, request: SetupRequest) -> Explanation:
     return explain_setup(settings, request, lambda sentence: None)
 
 
@@ -106,7 +106,7 @@ def _everything(tmp_path: Path) -> dict[str, int]:
 def test_explain_follows_a_set_up_through_its_life(tmp_path: Path, make_node: MakeNode) -> None:
     (tmp_path / "input").write_text("1")
     env = tmp_path / "env"
-    request = Request(
+    request = SetupRequest(
         command=["sh", "-c", f"mkdir {env}; echo hello > {env}/file"],
         targets=[str(env)],
         inputs=[str(tmp_path / "input")],
@@ -135,7 +135,9 @@ def test_explain_follows_a_set_up_through_its_life(tmp_path: Path, make_node: Ma
 
 def test_a_damaged_manifest_is_explained_as_a_run(tmp_path: Path, make_node: MakeNode) -> None:
     env = tmp_path / "env"
-    request = Request(command=["sh", "-c", f"mkdir {env}; echo x > {env}/f"], targets=[str(env)])
+    request = SetupRequest(
+        command=["sh", "-c", f"mkdir {env}; echo x > {env}/f"], targets=[str(env)]
+    )
     key = run_setup(make_node("a"), request).fingerprint
     shutil.rmtree(env)
     stored = tmp_path / "store" / catalogue.manifest_key(key)
@@ -175,7 +177,7 @@ def test_a_snapshot_beyond_the_maximum_age_is_made_anew_once(
         f"echo x >> {tmp_path}/runs; rm -rf {env}; mkdir {env}; "
         f"perl -e 'open F, q({tmp_path}/runs); @all = <F>; print scalar @all, q( x)' > {env}/f"
     )
-    request = Request(command=["sh", "-c", script], targets=[str(env)])
+    request = SetupRequest(command=["sh", "-c", script], targets=[str(env)])
 
     def node(name: str) -> Settings:
         return replace(make_node(name), snapshot_max_age_s=86_400.0)

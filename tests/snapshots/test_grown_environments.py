@@ -21,7 +21,7 @@ from bootseer.snapshots import catalogue
 from bootseer.snapshots.catalogue import Verifier
 from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.fetch import fetch_tree
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.snapshots.manifest import Manifest, decode, encode
 from bootseer.snapshots.mounted import unmount_snapshot
 from bootseer.store import Store, open_store
@@ -32,7 +32,7 @@ from testbed.trees import describe, differences
 from tests.snapshots.conftest import MakeNode
 
 
-def _request(top: Path) -> tuple[Request, Path]:
+def _request(top: Path) -> tuple[SetupRequest, Path]:
     """Return a set-up that makes an environment of the files in `top/wanted`; their list is an
     input."""
     target = top / "env"
@@ -41,7 +41,7 @@ def _request(top: Path) -> tuple[Request, Path]:
     # The files that find(1) finds are not known to be inputs.
     script = f"mkdir {target}; find {top}/wanted -type f -exec cp -t {target} {{}} +"
     command = ["sh", "-ec", script, str(top / "list")]
-    return Request(command=command, targets=[str(target)], inputs=[str(top / "list")]), target
+    return SetupRequest(command=command, targets=[str(target)], inputs=[str(top / "list")]), target
 
 
 def _add(top: Path, name: str, size_bytes: int) -> None:
@@ -54,7 +54,7 @@ def _load(node: Settings, fingerprint: str) -> Manifest:
         return catalogue.find(store, fingerprint)
 
 
-def _grown(tmp_path: Path, node: Settings) -> tuple[Request, Path, Manifest, Manifest]:
+def _grown(tmp_path: Path, node: Settings) -> tuple[SetupRequest, Path, Manifest, Manifest]:
     """Return a set-up, its target, and its snapshots before and after a file was added."""
     request, target = _request(tmp_path)
     first = run_setup(node, request)

@@ -14,7 +14,7 @@ from bootseer.errors import InvalidInputError, SetupFailedError
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.explain import explain_setup
-from bootseer.snapshots.key import Request, Resolved, resolve
+from bootseer.snapshots.key import Resolved, SetupRequest, resolve
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 
@@ -24,7 +24,7 @@ _PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 def _resolved(directory: Path, *command: str, **environ: str) -> Resolved:
-    request = Request(
+    request = SetupRequest(
         command,
         targets=["/opt/made-by-nobody"],
         directory=str(directory),
@@ -108,7 +108,7 @@ def test_no_name_of_a_folder_hides_what_was_declared(tmp_path: Path, folder: str
     file = project / folder / "file"
 
     def key(*command: str, inputs: list[str]) -> str:
-        request = Request(command, targets=["/opt/x"], inputs=inputs, directory=str(tmp_path))
+        request = SetupRequest(command, targets=["/opt/x"], inputs=inputs, directory=str(tmp_path))
         return resolve(request, lambda sentence: None).key({b"/opt/x": "nothing"})
 
     declared, named = set(), set()
@@ -333,7 +333,7 @@ def test_the_same_requirements_in_another_folder_are_the_same(tmp_path: Path) ->
 
 def test_a_value_behind_env_is_refused(tmp_path: Path) -> None:
     """Regression: "A=b" was taken for the name of a variable, which is never set."""
-    request = Request(["true"], targets=["/x"], variables=["A=b"])
+    request = SetupRequest(["true"], targets=["/x"], variables=["A=b"])
     with pytest.raises(InvalidInputError, match="takes a name"):
         resolve(request, lambda sentence: None)
 
@@ -351,7 +351,7 @@ def test_by_default_an_open_set_up_is_made_anew_after_a_week(
     env = tmp_path / "env"
     for opens, how in ((True, "captured"), (False, "restored")):
         script = f"mkdir -p {env}; date +%N > {env}/file" + ("; perl -e 1 || true" if opens else "")
-        request = Request(["sh", "-c", script], targets=[str(env)])
+        request = SetupRequest(["sh", "-c", script], targets=[str(env)])
         said: list[str] = []
         first = run_setup(make_node("a"), request, report=said.append)
         assert first.how == "captured"
@@ -383,7 +383,7 @@ def test_a_set_up_that_cannot_be_made_anew_uses_what_there_is(
         perl -e 'exit(-e "{tmp_path}/away" ? 1 : 0)'
         mv {env}/half {env}/file
     """
-    request = Request(["sh", "-ec", script], [str(env)])
+    request = SetupRequest(["sh", "-ec", script], [str(env)])
     run_setup(make_node("a"), request)
     shutil.rmtree(env)
     _aged(tmp_path / "store", 8)
@@ -412,7 +412,7 @@ def test_who_has_waited_for_one_that_failed_uses_what_there_is(
     """Otherwise a thousand nodes would run the failing set-up one after another."""
     env = tmp_path / "env"
     script = f"echo run >> {tmp_path}/runs; mkdir {env}; perl -e 1 || true"
-    request = Request(["sh", "-c", script], [str(env)])
+    request = SetupRequest(["sh", "-c", script], [str(env)])
     key = run_setup(make_node("a"), request).fingerprint
     shutil.rmtree(env)
     _aged(tmp_path / "store", 8)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bootseer.base.redact import strip_logins
 from bootseer.snapshots.command_parts import command_part, secret_part, variable_parts
-from bootseer.snapshots.key import Request, resolve
+from bootseer.snapshots.key import SetupRequest, resolve
 from bootseer.snapshots.key_parts import Part, fingerprint
 from testbed.wheels import make_wheel
 
@@ -81,7 +81,7 @@ def test_declared_variables_decide() -> None:
 
 def _inputs(folder: Path, *words: str) -> dict[str, str]:
     """Return the files, projects and wheels that decide the result of `pip install WORDS`."""
-    request = Request(
+    request = SetupRequest(
         ["pip", "install", "--no-index", *words],
         targets=["/opt/env"],
         directory=str(folder),
@@ -134,7 +134,7 @@ def test_an_environment_inside_its_project_is_no_input(tmp_path: Path) -> None:
     """Regression: each start found a changed project, and ran the set-up on top of the
     environment."""
     (tmp_path / "setup.py").touch()
-    request = Request(["pip", "install", "-e", "."], targets=["env"], directory=str(tmp_path))
+    request = SetupRequest(["pip", "install", "-e", "."], targets=["env"], directory=str(tmp_path))
     before = resolve(request, lambda sentence: None)
     assert any(part.name == "input ." for part in before.parts)
     (tmp_path / "env").mkdir()
@@ -164,7 +164,7 @@ def test_of_a_very_large_folder_of_wheels_not_all_is_read(tmp_path: Path) -> Non
     for last in (3, 4096):
         for number in range(last + 1):
             (wheels / f"{number:04}.whl").write_text("old")
-        request = Request(
+        request = SetupRequest(
             ["pip", "install", "--no-index", "-f", "wheels", "a==1"],
             targets=["/opt/env"],
             directory=str(tmp_path),
@@ -184,7 +184,7 @@ def test_files_that_variables_name_decide(tmp_path: Path) -> None:
     (tmp_path / "site.txt").write_text("-c more.txt\n")
     (tmp_path / "more.txt").write_text("a==1\n")
     environ = {"PATH": "/usr/bin:/bin", "PIP_CONSTRAINT": f"{tmp_path}/site.txt"}
-    request = Request(["true"], targets=["/opt/env"], environ=environ)
+    request = SetupRequest(["true"], targets=["/opt/env"], environ=environ)
     names = {part.name for part in resolve(request, lambda sentence: None).parts}
     assert {"input site.txt", "input more.txt"} <= names
 

@@ -12,7 +12,7 @@ from bootseer.errors import BusyError
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.snapshots.targets import locked
 from bootseer.store import open_store
 from testbed.mounts.snapshot_mounts import WAIT_S
@@ -21,7 +21,7 @@ from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import done_by, environment_of, snapshot_run
 
 
-def _start(node: Settings, request: Request) -> "subprocess.Popen[str]":
+def _start(node: Settings, request: SetupRequest) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         snapshot_run(request), env=environment_of(node), stderr=subprocess.PIPE, text=True
     )
@@ -35,7 +35,7 @@ def test_the_next_set_up_waits_for_the_orphan_of_the_first(
     log, gate, target = tmp_path / "log", tmp_path / "gate", tmp_path / "env"
     os.mkfifo(gate)
     text = f"echo begin >> {log}; mkdir -p {target}; cat {gate} >> {target}/file; echo end >> {log}"
-    request = Request(command=["sh", "-ec", text], targets=[str(target)])
+    request = SetupRequest(command=["sh", "-ec", text], targets=[str(target)])
     first = _start(node, request)
     wait_for(log.exists, "the begin of the first set-up")
     first.kill()
@@ -65,7 +65,7 @@ def test_the_next_set_up_waits_for_the_orphan_of_the_first(
 def test_what_a_set_up_leaves_running_keeps_no_lock(tmp_path: Path, make_node: MakeNode) -> None:
     node, target = make_node("a"), tmp_path / "env"
     text = f"sleep 600 & echo $! > {tmp_path}/pid; mkdir -p {target}; touch {target}/file"
-    request = Request(command=["sh", "-ec", text], targets=[str(target)])
+    request = SetupRequest(command=["sh", "-ec", text], targets=[str(target)])
     assert run_setup(node, request).how == "captured"
     try:
         assert run_setup(node, request, wait_s=0).how == "in place"
@@ -108,9 +108,11 @@ def test_a_set_up_within_a_set_up_waits_for_none(
 ) -> None:
     """Otherwise it would wait for itself, for half an hour."""
     target = tmp_path / "env"
-    words = snapshot_run(Request(command=["mkdir", f"{target}/x"], targets=[f"{target}/{inner}"]))
+    words = snapshot_run(
+        SetupRequest(command=["mkdir", f"{target}/x"], targets=[f"{target}/{inner}"])
+    )
     text = f"mkdir -p {target}; {' '.join(words)} 2> {tmp_path}/said"
-    request = Request(command=["sh", "-ec", text], targets=[str(target)])
+    request = SetupRequest(command=["sh", "-ec", text], targets=[str(target)])
     node = make_node("a")
     done = done_by(snapshot_run(request), environment_of(node))
     assert done.returncode == 0, done.stderr
@@ -126,7 +128,7 @@ def test_what_another_node_has_stored_meanwhile_is_not_called_ours(
     away = tmp_path / "away"
     back = tmp_path / "store/snapshots"
     text = f"mkdir -p {target}; touch {target}/file; perl -e 'rename(q({away}), q({back}))'"
-    request = Request(command=["sh", "-ec", text], targets=[str(target)])
+    request = SetupRequest(command=["sh", "-ec", text], targets=[str(target)])
     key = run_setup(node, request).fingerprint
     shutil.rmtree(target)
     # The snapshot of another node appears while the command runs.

@@ -16,7 +16,7 @@ from bootseer.served.processes import TREE, start
 from bootseer.served.service import live_mounts
 from bootseer.snapshots.archive import create_snapshot
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.snapshots.mounted import unmount_snapshot
 from bootseer.snapshots.restore import restore_snapshot
 from testbed.mounts.image_mounts import run_program
@@ -33,7 +33,7 @@ def test_a_mounted_tree_is_the_original(tmp_path: Path, covering: MakeNode) -> N
     target = tmp_path / "work/env"
     make_zoo(tmp_path / "zoo")
     target.parent.mkdir()
-    request = Request(
+    request = SetupRequest(
         command=["cp", "-a", str(tmp_path / "zoo"), str(target)], targets=[str(target)]
     )
     original = describe(tmp_path / "zoo")
@@ -58,7 +58,7 @@ def test_a_mounted_difference_is_the_original(tmp_path: Path, covering: MakeNode
     target = tmp_path / "work/env"
     make_base(target)
     base = describe(target)
-    request = Request(command=["sh", "-e", "-c", DELTA, str(target)], targets=[str(target)])
+    request = SetupRequest(command=["sh", "-e", "-c", DELTA, str(target)], targets=[str(target)])
     run_setup(covering("a"), request)
     original = describe(target)
     shutil.rmtree(target)
@@ -154,7 +154,7 @@ def test_compiled_files_stay_valid_and_a_second_node_replays(
     for path in source.iterdir():
         os.utime(path, ns=(10**18, 10**18))
     text = f"cp -a {source.parent} {target}; {sys.executable} -m compileall -q {target}"
-    request = Request(command=["sh", "-ec", text], targets=[str(target)])
+    request = SetupRequest(command=["sh", "-ec", text], targets=[str(target)])
     capture_and_remove(mounting("a"), request, target)
     code = _IMPORT.format(path=str(target))
     faults = []

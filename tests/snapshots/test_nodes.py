@@ -13,7 +13,7 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots import environment as run_module
 from bootseer.snapshots.environment import SetupResult, run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.store import Store, open_store
 from bootseer.store.objects import lease
 from testbed.trees import describe, differences
@@ -44,7 +44,7 @@ class _Meeting:
 
 
 def _on_nodes(
-    requests: Mapping[str, tuple[Settings, Request]],
+    requests: Mapping[str, tuple[Settings, SetupRequest]],
     meeting: _Meeting | None = None,
     said: dict[str, list[str]] | None = None,
 ) -> dict[str, SetupResult]:

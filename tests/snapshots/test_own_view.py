@@ -18,7 +18,7 @@ from bootseer.served.service import live_mounts, services_dir
 from bootseer.settings.config import Settings
 from bootseer.snapshots.archive import create_snapshot
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.snapshots.restore import restore_snapshot
 from testbed.mounts.snapshot_mounts import wait_gone
 from testbed.waiting import wait_for
@@ -35,11 +35,11 @@ from tests.snapshots.support.mounted_jobs import (
 pytestmark = pytest.mark.needs("mount", "fuse")
 
 
-def _other(tmp_path: Path) -> Request:
+def _other(tmp_path: Path) -> SetupRequest:
     """Return another set-up of the same directory."""
     target = tmp_path / "env"
     text = f"mkdir -p {target}/d; echo other > {target}/d/file; echo x > {target}/more"
-    return Request(command=["sh", "-ec", text], targets=[str(target)])
+    return SetupRequest(command=["sh", "-ec", text], targets=[str(target)])
 
 
 def _seen_by(job: "subprocess.Popen[str]", path: Path) -> str:
@@ -56,7 +56,7 @@ def node(mounting: MakeNode, request: pytest.FixtureRequest) -> Settings:
 two_modes = pytest.mark.parametrize("node", ["mount", "link"], indirect=True)
 
 
-def _publish(node: Settings, *requests: Request) -> None:
+def _publish(node: Settings, *requests: SetupRequest) -> None:
     """Store the snapshots of all set-ups and remove the target."""
     for request in requests:
         maker = replace(node, cache_dir=node.cache_dir / "maker", run_dir=node.run_dir / "maker")
@@ -102,8 +102,8 @@ def test_jobs_whose_directories_lie_in_one_another(
     one_text, two_text = (
         f"mkdir -p {deep}; echo {number} > {deep}/file; echo > {deep}/{number}" for number in (1, 2)
     )
-    first = Request(command=["sh", "-ec", one_text], targets=[str(targets[0])])
-    second = Request(command=["sh", "-ec", two_text], targets=[str(targets[1])])
+    first = SetupRequest(command=["sh", "-ec", one_text], targets=[str(targets[0])])
+    second = SetupRequest(command=["sh", "-ec", two_text], targets=[str(targets[1])])
     _publish(node, first)
     with SetupProcess(node, first) as one, SetupProcess(node, second) as two:
         assert (one.how, two.how) == ("restored", "captured")
@@ -176,8 +176,8 @@ def test_a_difference_is_kept_from_the_job_that_runs_on_the_original(
     target = tmp_path / "env"
     target.mkdir()
     (target / "system").write_text("system")
-    first = Request(command=["sh", "-ec", f"echo 1 > {target}/first"], targets=[str(target)])
-    second = Request(command=["sh", "-ec", f"echo 2 > {target}/second"], targets=[str(target)])
+    first = SetupRequest(command=["sh", "-ec", f"echo 1 > {target}/first"], targets=[str(target)])
+    second = SetupRequest(command=["sh", "-ec", f"echo 2 > {target}/second"], targets=[str(target)])
     with SetupProcess(node, first) as one, SetupProcess(node, second) as two:
         assert (one.how, two.how) == ("captured", "captured")
         assert _seen_by(two, target / "second") == "2\n"
@@ -219,7 +219,7 @@ def test_what_is_to_stay_is_refused_while_a_job_runs_on_it(tmp_path: Path, node:
         assert done.returncode == exit_code_of(BusyError())
         assert f"in use by process {one.pid}" in done.stderr
         one.end()
-    moved = Request(command=["true"], targets=[str(source)])
+    moved = SetupRequest(command=["true"], targets=[str(source)])
     with SetupProcess(node, moved) as other:
         with pytest.raises(BusyError, match=f"process {other.pid}"):
             restore_snapshot(node, key)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from testbed.needs import MissingError
 from testbed.trees import describe, differences
 from testbed.wheels import make_wheel
@@ -81,8 +81,8 @@ def test_an_environment_and_an_upgrade_on_top(
     options = f"--no-index --find-links {wheels}"
     make = f"{_python()} -m venv {env}; {pip} install {options} -r {requirements}"
     change = f"{pip} install {options} alpha==2.0; {pip} uninstall -y gamma"
-    first = Request(command=["sh", "-e", "-c", make])
-    second = Request(command=["sh", "-e", "-c", change])
+    first = SetupRequest(command=["sh", "-e", "-c", make])
+    second = SetupRequest(command=["sh", "-e", "-c", change])
 
     said: list[str] = []
     result = run_setup(make_node("a"), first, report=said.append)
@@ -134,7 +134,7 @@ def test_an_environment_that_grows_by_a_package(tmp_path: Path, make_node: MakeN
     requirements = tmp_path / "requirements.txt"
     pip = f"{_python()} -m pip --python {env}/bin/python"
     install = f"{pip} install --no-index --find-links {tmp_path}/wheels -r {requirements}"
-    request = Request(
+    request = SetupRequest(
         command=["sh", "-e", "-c", f"{_python()} -m venv --without-pip {env}; {install}"],
         targets=[str(env)],
         inputs=[str(requirements)],

@@ -13,7 +13,7 @@ import pytest
 from bootseer.errors import AlreadyExistsError, InvalidInputError
 from bootseer.snapshots.archive import create_snapshot
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.snapshots.restore import restore_snapshot
 from testbed.needs import MissingError
 from testbed.trees import describe, differences
@@ -155,7 +155,7 @@ def test_uv(tmp_path: Path, make_node: MakeNode, wheels: Path) -> None:
         f"{install} --compile-bytecode --no-build-isolation alpha -e {project}"
     )
     said: list[str] = []
-    result = run_setup(make_node("a"), Request(["sh", "-ec", command]), report=said.append)
+    result = run_setup(make_node("a"), SetupRequest(["sh", "-ec", command]), report=said.append)
     assert (result.how, result.targets) == ("captured", (str(env),)), said
     assert result.fingerprint is not None
     restore_and_relocate(make_node("b"), result.fingerprint, env, other)
@@ -181,7 +181,7 @@ def test_virtualenv(tmp_path: Path, make_node: MakeNode, wheels: Path) -> None:
         f"{virtualenv} --no-download --app-data {tmp_path}/data {env} && "
         f"{env}/bin/pip install --no-index --find-links {wheels} alpha"
     )
-    result = run_setup(make_node("a"), Request(["sh", "-ec", command]))
+    result = run_setup(make_node("a"), SetupRequest(["sh", "-ec", command]))
     assert (result.how, result.targets) == ("captured", (str(env),))
     assert result.fingerprint is not None
     restore_and_relocate(make_node("b"), result.fingerprint, env, other)
@@ -218,7 +218,7 @@ def test_system_site_packages(tmp_path: Path, make_node: MakeNode, wheels: Path)
     python = _system_python(prefix)
     run("cp", "-a", prefix, tmp_path / "image")
     installer = f"{sys.executable} -m pip --python {python}"
-    request = Request(f"{installer} install --no-index --find-links {wheels} alpha".split())
+    request = SetupRequest(f"{installer} install --no-index --find-links {wheels} alpha".split())
     result = run_setup(make_node("a"), request)
     assert result.how == "captured"
     # A distribution's own Python may install into another folder.

@@ -26,7 +26,7 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.archive import create_snapshot
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.snapshots.restore import restore_snapshot
 from bootseer.store import open_store
 from testbed.trees import describe, differences, make_zoo
@@ -122,7 +122,7 @@ def _base(target: Path) -> None:
 
 def test_a_difference_comes_back_exactly(tmp_path: Path, make_node: MakeNode) -> None:
     target = tmp_path / "prefix"
-    request = Request(
+    request = SetupRequest(
         command=["sh", "-e", "-c", _CHANGES.format(target=target)], targets=[str(target)]
     )
     _base(target)
@@ -144,7 +144,7 @@ def test_a_difference_far_below(tmp_path: Path, make_node: MakeNode) -> None:
     """Regression: existing directories were walked by recursion."""
     target = tmp_path / "prefix"
     bottom = target.joinpath(*["d"] * 250)
-    request = Request(command=["touch", f"{bottom}/new"], targets=[str(target)])
+    request = SetupRequest(command=["touch", f"{bottom}/new"], targets=[str(target)])
     bottom.mkdir(parents=True)
     limit = sys.getrecursionlimit()
     # Instead of a tree four times as deep, which takes a quarter of a minute.
@@ -161,7 +161,7 @@ def test_a_difference_far_below(tmp_path: Path, make_node: MakeNode) -> None:
 
 def test_a_difference_is_not_put_on_another_base(tmp_path: Path, make_node: MakeNode) -> None:
     target = tmp_path / "prefix"
-    request = Request(command=["touch", str(target / "new")], targets=[str(target)])
+    request = SetupRequest(command=["touch", str(target / "new")], targets=[str(target)])
     _base(target)
     first = run_setup(make_node("a"), request)
     shutil.rmtree(target)

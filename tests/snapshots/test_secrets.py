@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bootseer.snapshots.command_parts import command_part, secret_part, variable_parts
 from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.explain import explain_setup
-from bootseer.snapshots.key import Request, Resolved, resolve
+from bootseer.snapshots.key import Resolved, SetupRequest, resolve
 from bootseer.snapshots.key_parts import Part
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.secret_commands import COMMANDS, SECRET, SECRETS
@@ -54,7 +54,7 @@ def _resolved(command: list[str], folder: Path, **environ: str) -> tuple[Resolve
     """Resolve a command; return the result, and the text of everything printed and stored about
     it."""
     said: list[str] = []
-    request = Request(
+    request = SetupRequest(
         command,
         targets=[str(folder / "env")],
         directory=str(folder),
@@ -245,12 +245,12 @@ def test_long_scripts_are_read_to_their_end(unit: str) -> None:
     assert SECRET not in public.parts[0].value
 
 
-def _full_request(tmp_path: Path, **changed: str) -> Request:
+def _full_request(tmp_path: Path, **changed: str) -> SetupRequest:
     environ = {**os.environ, "PIN": "4711", "PIP_INDEX_URL": f"https://host/x?token={SECRET}"}
     environ |= changed
     token = environ.get("TOKEN", SECRET)
     env = tmp_path / "env"
-    return Request(
+    return SetupRequest(
         ["sh", "-c", f"mkdir {env}; HF_TOKEN={token} true --password '{token}'; touch {env}/x"],
         targets=[str(env)],
         variables=["PIN"],
@@ -293,7 +293,9 @@ def test_no_secret_can_be_tested_without_the_others(tmp_path: Path) -> None:
     """Otherwise a PIN beside a token could be found by trying all PINs."""
 
     def secret_parts(environ: dict[str, str]) -> list[Part]:
-        request = Request(["true"], targets=["/x"], variables=["PIN", "TOKEN"], environ=environ)
+        request = SetupRequest(
+            ["true"], targets=["/x"], variables=["PIN", "TOKEN"], environ=environ
+        )
         parts = resolve(request, lambda sentence: None).parts
         return [part for part in parts if part.value.startswith(("sha256:", "scrypt:"))]
 

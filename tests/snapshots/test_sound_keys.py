@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.snapshots.commands import hints_of
-from bootseer.snapshots.key import Request, Resolved, resolve
+from bootseer.snapshots.key import Resolved, SetupRequest, resolve
 from testbed.needs import MissingError
 
 # This interpreter answers at once about itself, while a shim of pyenv's starts ten.
@@ -217,7 +217,7 @@ class _Bed:
 
     def resolved(self, command: str) -> Resolved:
         """Return the product's resolution of a command."""
-        request = Request(
+        request = SetupRequest(
             ["bash", "-c", command],
             targets=["/opt/made-by-nobody"],
             directory=str(self.job),
@@ -385,7 +385,7 @@ def _parts(command: list[str], folder: Path, changed: str, text: str) -> tuple[o
 
     def found() -> object:
         environ = {"PATH": str(folder / "empty"), "HOME": str(folder), "PLACE": str(folder)}
-        request = Request(
+        request = SetupRequest(
             command, targets=["/opt/made-by-nobody"], directory=str(folder), environ=environ
         )
         return resolve(request, lambda sentence: None).parts

@@ -8,7 +8,7 @@ from bootseer.errors import UnsupportedError
 from bootseer.linux.root_paths import WorkingDirectory
 from bootseer.snapshots import python as asking
 from bootseer.snapshots.commands import hints_of
-from bootseer.snapshots.key import Request, resolve, run_plainly
+from bootseer.snapshots.key import SetupRequest, resolve, run_plainly
 from bootseer.snapshots.python import Interpreter, find_python, parse, probe, remembered
 from bootseer.snapshots.target_inference import declared_targets, infer_targets
 
@@ -107,7 +107,7 @@ def test_uv_takes_the_environment_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "project/.venv/pyvenv.cfg").write_text("home = /usr/bin\n")
 
     def targets(command: str, **environ: str) -> tuple[bytes, ...]:
-        request = Request(
+        request = SetupRequest(
             command.split(), directory=str(job), environ={"PATH": "/usr/bin:/bin", **environ}
         )
         return resolve(request, lambda sentence: None).targets

@@ -15,7 +15,7 @@ from bootseer.errors import BusyError, UnsupportedError
 from bootseer.settings.config import Settings, load_settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.snapshots.node_trees import NodeTrees, is_whole
 from bootseer.store import open_store
 from testbed.needs import MissingError, require
@@ -77,11 +77,11 @@ def _node(top: Path, name: str, mode: str) -> Settings:
     return replace(settings, restore_mode=mode)
 
 
-def _zoo(top: Path) -> tuple[Request, Path]:
+def _zoo(top: Path) -> tuple[SetupRequest, Path]:
     target = top / "work/env"
     make_zoo(top / "zoo")
     target.parent.mkdir()
-    return Request(
+    return SetupRequest(
         command=["cp", "-a", str(top / "zoo"), str(target)], targets=[str(target)]
     ), target
 
@@ -117,7 +117,7 @@ def test_reflinks_are_the_original_and_writes_stay_out_of_the_cache(reflinking: 
 def test_a_reflinked_difference_is_the_original(reflinking: Path) -> None:
     target = reflinking / "work/env"
     make_base(target)
-    request = Request(command=["sh", "-e", "-c", DELTA, str(target)], targets=[str(target)])
+    request = SetupRequest(command=["sh", "-e", "-c", DELTA, str(target)], targets=[str(target)])
     node = _node(reflinking, "a", "link")
     run_setup(node, request)
     original = describe(target)
@@ -139,7 +139,7 @@ def test_trees_in_use_are_not_removed(tmp_path: Path, make_node: MakeNode) -> No
     for name in ("one", "two", "three"):
         target = tmp_path / name
         text = f"mkdir {target}; head -c 50000 /dev/zero > {target}/file"
-        request = Request(command=["sh", "-ec", text], targets=[str(target)], salt=name)
+        request = SetupRequest(command=["sh", "-ec", text], targets=[str(target)], salt=name)
         run_setup(node, request)
         with open_store(node.store_url) as store:
             newest = next(iter(catalogue.list_all(store)))
@@ -176,7 +176,7 @@ def test_a_file_system_that_keeps_whole_seconds_has_trees(
     # Made on a file system with finer times.
     elsewhere = tmp_path / "env"
     text = f"mkdir {elsewhere}; for i in 1 2 3; do echo $i > {elsewhere}/$i; done"
-    request = Request(command=["sh", "-ec", text], targets=[str(elsewhere)])
+    request = SetupRequest(command=["sh", "-ec", text], targets=[str(elsewhere)])
     run_setup(make_node("maker"), request)
     with open_store(node.store_url) as store:
         (manifest,) = catalogue.list_all(store)
@@ -203,7 +203,7 @@ def test_a_tree_that_does_not_stay_as_it_was_is_extracted_once(
     """The set-up is then restored by extraction, with one warning."""
     target = tmp_path / "env"
     text = f"mkdir {target}; echo 1 > {target}/file"
-    request = Request(command=["sh", "-ec", text], targets=[str(target)])
+    request = SetupRequest(command=["sh", "-ec", text], targets=[str(target)])
     node = make_node("a")
     run_setup(node, request)
     with open_store(node.store_url) as store:

@@ -27,7 +27,7 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.catalogue import Verifier
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.store import Store, open_store
 from testbed.images.building import Member, write_layout
 from testbed.mounts.image_mounts import index
@@ -112,7 +112,7 @@ def run_setups(settings: Settings, env: Path, salts: str) -> list[str]:
     for salt in salts:
         shutil.rmtree(env, ignore_errors=True)
         script = f"mkdir {env}; echo $SALT > {env}/salt; echo same > {env}/same"
-        request = Request(
+        request = SetupRequest(
             command=["sh", "-c", script],
             targets=[str(env)],
             salt=salt,

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 
 
-def counted_request(tmp_path: Path, script: str = "", **options: object) -> Request:
+def counted_request(tmp_path: Path, script: str = "", **options: object) -> SetupRequest:
     """Return a set-up that makes `tmp_path/env` and counts its runs in `tmp_path/runs`."""
     target = tmp_path / "env"
     text = f"echo run >> {tmp_path}/runs; mkdir -p {target}; echo hello > {target}/file; {script}"
-    request = Request(command=["sh", "-e", "-c", text], targets=[str(target)])
+    request = SetupRequest(command=["sh", "-e", "-c", text], targets=[str(target)])
     return replace(request, **options)
 
 
@@ -33,14 +33,14 @@ def rooted_runner(root: Path):  # type: ignore[no-untyped-def]
     return run
 
 
-def rooted(tmp_path: Path, name: str, script: str = "") -> Request:
+def rooted(tmp_path: Path, name: str, script: str = "") -> SetupRequest:
     root = tmp_path / "roots" / name
     root.mkdir(parents=True)
     text = (
         f"echo run >> {tmp_path}/runs; "
         f"mkdir -p $ROOT/opt/env; echo hello > $ROOT/opt/env/file; {script}"
     )
-    return Request(
+    return SetupRequest(
         command=["sh", "-e", "-c", text],
         targets=["/opt/env"],
         root=root,

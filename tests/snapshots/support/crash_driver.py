@@ -22,7 +22,7 @@ from bootseer.served.users import has_users
 from bootseer.settings.config import Settings, load_settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.snapshots.mounted import unmount_snapshot
 from bootseer.store import open_store
 from testbed.mounts.snapshot_mounts import wait_gone
@@ -114,7 +114,9 @@ def restore_whole(top: Path, wanted: int, mode: str = "extract") -> None:
     """Assert that after a kill a missing target is still missing or complete."""
     target = top / "work/env"
     make_zoo(top / "zoo")
-    request = Request(command=["cp", "-a", str(top / "zoo"), str(target)], targets=[str(target)])
+    request = SetupRequest(
+        command=["cp", "-a", str(top / "zoo"), str(target)], targets=[str(target)]
+    )
     target.parent.mkdir()
     run_setup(settings_of(top, "a"), request)
     node = replace(settings_of(top, "b"), restore_mode=mode)
@@ -163,7 +165,7 @@ def make_base(target: Path) -> None:
 def restore_difference(top: Path, wanted: int) -> None:
     """Assert that after a kill the target is unchanged, or the next run completes it."""
     target = top / "work/env"
-    request = Request(command=["sh", "-e", "-c", DELTA, str(target)], targets=[str(target)])
+    request = SetupRequest(command=["sh", "-e", "-c", DELTA, str(target)], targets=[str(target)])
     make_base(target)
     base = describe(target)
     run_setup(settings_of(top, "a"), request)
@@ -195,7 +197,9 @@ def restore_mounted(top: Path, wanted: int, mode: str = "mount") -> None:
     it."""
     target = top / "work/env"
     make_zoo(top / "zoo")
-    request = Request(command=["cp", "-a", str(top / "zoo"), str(target)], targets=[str(target)])
+    request = SetupRequest(
+        command=["cp", "-a", str(top / "zoo"), str(target)], targets=[str(target)]
+    )
     target.parent.mkdir()
     run_setup(settings_of(top, "a"), request)
     original = describe(target)
@@ -249,8 +253,8 @@ def capture_and_publish(top: Path, wanted: int) -> None:
     counter = top / "runs"
     script = f"echo >> {counter}; cp -a {top}/zoo {target}"
 
-    def request(salt: str) -> Request:
-        return Request(command=["sh", "-c", script], targets=[str(target)], salt=salt)
+    def request(salt: str) -> SetupRequest:
+        return SetupRequest(command=["sh", "-c", script], targets=[str(target)], salt=salt)
 
     def run(salt: str, node: str) -> None:
         run_setup(settings_of(top, node), request(salt), lease_s=0.5)

@@ -11,7 +11,7 @@ from bootseer.base.documents import to_builtins
 from bootseer.served.overlays import overlay_at
 from bootseer.settings.config import Settings
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from testbed.mounts.snapshot_mounts import WAIT_S
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
@@ -20,10 +20,10 @@ _JOB = """
 import json, sys
 from bootseer.settings.config import Settings
 from bootseer.base.documents import from_builtins
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.snapshots.environment import run_setup
 settings, command, targets = json.loads(sys.argv[1])
-request = Request(command=command, targets=targets)
+request = SetupRequest(command=command, targets=targets)
 class Host:
     def before_own_view(self):
         pass
@@ -41,7 +41,7 @@ sys.stdin.read()
 class SetupProcess(subprocess.Popen[str]):
     """Process that runs a set-up for itself, and then lives on."""
 
-    def __init__(self, node: Settings, request: Request) -> None:
+    def __init__(self, node: Settings, request: SetupRequest) -> None:
         what = json.dumps([to_builtins(node), request.command, request.targets])
         super().__init__(
             [sys.executable, "-c", _JOB, what],
@@ -63,24 +63,24 @@ def wait_uncovered(target: Path) -> None:
     wait_for(lambda: overlay_at(target) is None, f"the unmounting of {target}")
 
 
-def small_setup(tmp_path: Path) -> tuple[Request, Path]:
+def small_setup(tmp_path: Path) -> tuple[SetupRequest, Path]:
     """Return a set-up that counts its runs in `tmp_path/runs`, and its target."""
     target = tmp_path / "env"
     text = f"echo run >> {tmp_path}/runs; mkdir -p {target}/d; echo hello > {target}/d/file"
-    return Request(command=["sh", "-ec", text], targets=[str(target)]), target
+    return SetupRequest(command=["sh", "-ec", text], targets=[str(target)]), target
 
 
 def runs(tmp_path: Path) -> int:
     return len((tmp_path / "runs").read_text().splitlines())
 
 
-def capture_and_remove(node: Settings, request: Request, target: Path) -> None:
+def capture_and_remove(node: Settings, request: SetupRequest, target: Path) -> None:
     """Store a set-up's snapshot and remove the target, as on another node."""
     assert run_setup(node, request).how == "captured"
     shutil.rmtree(target)
 
 
-def snapshot_run(request: Request) -> list[str]:
+def snapshot_run(request: SetupRequest) -> list[str]:
     """Return the command line of `bootseer snapshot run` for the set-up."""
     words = [sys.executable, "-m", "bootseer", "snapshot", "run", "--target"]
     return [*words, *request.targets, "--", *request.command]

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.environment import run_setup
-from bootseer.snapshots.key import Request
+from bootseer.snapshots.key import SetupRequest
 from bootseer.store import open_store
 from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.support.crash_driver import no_leftovers, points_of, run_in_child, settings_of
@@ -33,7 +33,7 @@ class _Node:
         self.target.parent.mkdir()
         make_zoo(top / "zoo")
         script = f"echo >> {self.counter}; rm -rf {self.target}; cp -a {top}/zoo {self.target}"
-        self.request = Request(command=["sh", "-c", script], targets=[str(self.target)])
+        self.request = SetupRequest(command=["sh", "-c", script], targets=[str(self.target)])
         self.node = replace(settings_of(top, "b"), restore_mode=mode)
 
     def run(self, settings: Settings) -> None:
