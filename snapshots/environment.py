@@ -512,7 +512,7 @@ class _SetUp:
         try:
             manifest = catalogue.load(self.store, self.key)
         except BootseerError as error:
-            # What is here is what was asked for; that it may be too old is no reason to fail.
+            # The right snapshot is in place; an unknown age is no reason to fail.
             self.report(f"warning: cannot tell how old the snapshot in place is: {error}")
             return True
         is_used = not may_replace(
@@ -587,7 +587,7 @@ class _SetUp:
             )
             if lease is not None:
                 with LeaseRenewal(lease, self.lease_s):
-                    # It may have been published between our look and our lease.
+                    # Another node may have published the snapshot before we got the lease.
                     if decision.situation is not Situation.DAMAGED and self._is_published(
                         known.manifest
                     ):
@@ -943,7 +943,7 @@ def _run_command(request: SetupRequest, locks: Sequence[int]) -> float:
             pass_fds=locks,
         )
     except BootseerError as error:
-        # Of a container's runner. It may have run: as good as the command's own failure.
+        # An error of a container's runner. The command may have run, so it counts as failed.
         raise SetupFailedError(f"cannot run the set-up: {error}", exit_code_of(error)) from error
     except (OSError, subprocess.SubprocessError) as error:
         code = 127 if isinstance(error, FileNotFoundError) else 126

@@ -104,7 +104,7 @@ def snapshotter(
     # Nobody tells a snapshotter which nodes start the same job.
     settings = replace(current_settings(), fanout=False)
     for name, text in current_config().overridden.items():
-        # Else nobody finds the folders of a service that a variable of a shell has moved.
+        # A variable of a shell may have moved the folders of the service, which others do not find.
         say(f"warning: {variable_of(name)} is stronger than {name} = {redact(text)!r} of the file")
     root = root.absolute()
     content = content.absolute() if content else root.parent / CONTENT_FOLDER

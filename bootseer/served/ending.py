@@ -166,7 +166,7 @@ def sweep_one(directory: Path) -> bool:
             if _is_elsewhere(state) or works_without_server(directory):
                 return False
             if state.purpose == CHECKPOINT and Path(state.directory).parent == directory:
-                # It was mounted to be bound into a container, whose mount is another one.
+                # The folder was mounted only to be bound into a container, whose mount stays.
                 _unmount_left_over(Path(state.directory))
             # A checkpoint folder stays mounted while its job may use it: after an unmount the job
             # would write into the directory below the mount.

@@ -368,7 +368,7 @@ def _become(role: Role, files: Sequence[int], environment: Mapping[str, str]) ->
         try:
             _set_command_line(["python", "-m", role.module])
         except OSError:
-            # Else a tool that ends processes by their command line would take it for its parent.
+            # A new command line, so that tools which end processes by it spare this one.
             os.execve(sys.executable, [sys.executable, "-P", "-m", role.module], environment)
         sys.stdin, sys.stdout, sys.stderr = (
             open(number, mode, closefd=False)  # noqa: SIM115

@@ -62,7 +62,7 @@ class Attached(Struct, frozen=True):
         if not poll.poll(0):
             return False
         try:
-            # It takes no request, since the connection has ended.
+            # This takes no request, since the connection has ended.
             os.read(self.device, self.connection.max_write_bytes + wire.REQUEST_OVERHEAD_BYTES)
         except OSError as error:
             return error.errno == errno.ENODEV

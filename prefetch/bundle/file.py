@@ -152,7 +152,7 @@ class BundleFile:
         Raises: CorruptError if the file has other bytes.
         """
         for start, count, place, _ in self._extents.within(blob, offset, len(content)):
-            # None if absent or damaged on the disk: the bundle did not bring that.
+            # None if absent, or damaged on the disk, which is no fault of the bundle.
             data = self._at(place, count)
             if data is not None and data != content[start - offset : start - offset + count]:
                 raise CorruptError(

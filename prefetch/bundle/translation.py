@@ -140,7 +140,7 @@ class _Places:
             for file_offset, blob, blob_offset, length in targets:
                 low = max(first + shift, file_offset)
                 high = min(last + shift, file_offset + length)
-                # Only whole sectors of the new stream, but for the last one of the stream.
+                # Whole sectors of the new stream; only its last sector may be partial.
                 to = blob_offset - file_offset
                 low += -(low + to) % SECTOR_BYTES
                 gap = -(high + to) % SECTOR_BYTES

@@ -441,7 +441,7 @@ class DataNodes:
         if answer.status != messages.SUCCESS or not answer.HasField("readOpChecksumInfo"):
             raise ValueError("refused")
         if (reading.checksum.type, reading.chunkOffset) != (messages.NO_CHECKSUM, within):
-            raise ValueError("not what was asked for")
+            raise ValueError("the answer has another checksum or offset than requested")
 
     def _exactly(self, connection: DataNodeConnection, count: int, attempt: Attempt) -> bytes:
         data = bytearray(count)
