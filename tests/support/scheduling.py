@@ -21,11 +21,12 @@ SERVERS = ("hdfs", "rgw", "moto", "torch_host")
 that get the fixture by `getfixturevalue`."""
 DURATIONS = Path(__file__).parents[1] / "durations.txt"
 """File with a line for each test: its seconds and its node id."""
-# More workers than cores, because the tests wait for a third of their time: for a server's start, a
-# lease's end, a process's end. Few more, because each may have torch or a JVM beside it, and
-# because no test should wait for the processor until its deadline.
-_EXTRA_WORKERS = 4
-_MAX_WORKERS = 6
+# More workers than cores, because the tests wait for most of their time: for a server's start, a
+# lease's end, a process's end. Six workers used three quarters of two cores. Not many more, because
+# each may have torch or a JVM beside it, and because no test should wait for the processor until
+# its deadline.
+_EXTRA_WORKERS = 6
+_MAX_WORKERS = 8
 _ALONE = "alone"
 """Group of the tests that are units of their own."""
 _NOTED_FROM_S = 1.0

@@ -29,7 +29,7 @@ _WORDS = [random.Random(3).randbytes(5) for _ in range(2000)]
 
 def _content(seed: int) -> bytes:
     drawn = random.Random(seed)
-    return b"".join(drawn.choice(_WORDS) for _ in range(500_000))
+    return b"".join(drawn.choices(_WORDS, k=500_000))
 
 
 CONTENTS = {"a": _content(1), "b": _content(2), "empty": b"", "small": b"x" * 700}

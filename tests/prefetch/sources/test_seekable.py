@@ -33,7 +33,7 @@ def _tar() -> bytes:
     drawn = random.Random(1)
     words = [drawn.randbytes(drawn.randrange(2, 9)) for _ in range(3000)]
     members = [
-        Member("text", data=b"".join(drawn.choice(words) for _ in range(100_000))),
+        Member("text", data=b"".join(drawn.choices(words, k=100_000))),
         Member("noise", data=drawn.randbytes(300_000)),
         Member("zeros", data=bytes(300_000)),
         Member("small", data=b"x" * 77),
