@@ -99,6 +99,8 @@ def test_the_next_start_finds_all_live(one: Node) -> None:
     wait_for(lambda: len(_served(one)["attendant"]) == 1, "the end of the first one's process")
     (lingering,) = _served(one)["attendant"]
     assert lingering["until_s"] > lingering["since_s"]
+    # Its work must not slow a job.
+    assert os.getpriority(os.PRIO_PROCESS, lingering["pid"]) > os.getpriority(os.PRIO_PROCESS, 0)
     assert "job (for another 10 min)" in _bootseer(one, "status")
     # Without the option all is taken over as well, and goes with the job.
     assert _start(one, SHOW, linger="off") == "a\nstep-1\nstep-2\n"
