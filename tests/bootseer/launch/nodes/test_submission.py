@@ -67,6 +67,14 @@ def test_nodes_that_nobody_tells_agree_by_their_folder_of_timelines(tmp_path: Pa
     assert [len(start.files) for start in starts] == [3, 3, 3]
 
 
+def test_a_node_that_begins_long_after_the_others_begins_another(tmp_path: Path) -> None:
+    _run(tmp_path, "a")
+    for path in (tmp_path / "timelines/j/.submissions").rglob("*"):
+        os.utime(path, (1, 1))
+    _run(tmp_path, "b")
+    assert sorted(map(sorted, _submissions(tmp_path).values())) == [["a"], ["b"]]
+
+
 def test_nodes_without_a_common_folder_agree_by_their_store(tmp_path: Path) -> None:
     def run() -> None:
         for node in ("a", "b"):

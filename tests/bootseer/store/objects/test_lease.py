@@ -164,7 +164,7 @@ def test_a_watch_begins_anew_with_each_renewal() -> None:
     assert watch.has_expired(endless, 3, time.monotonic() + lease.TTL_MAX_S + lease.SKEW_S)
 
 
-def test_a_renewed_lease_is_not_taken(store: Store) -> None:
+def test_a_renewed_lease_is_not_taken(store: Store, clock: Clock) -> None:
     held = hold(store)
     for _ in range(3):
         held.renew()
@@ -175,7 +175,10 @@ def test_a_renewed_lease_is_not_taken(store: Store) -> None:
     record = lease.decode(store.read("leases/x"))
     assert record is not None
     assert record.expires_at_ns < held.expires_at_ns
-    assert store.lease("leases/x", ttl_s=60, owner="other") is None
+    for _ in range(3):
+        clock.ahead_s += TTL_S / 2
+        held.renew()
+        assert store.lease("leases/x", ttl_s=60, owner="other") is None
     held.release()
     hold(store, owner="other")
 
