@@ -116,6 +116,20 @@ def test_a_start_that_mounts_nothing_lets_go_of_all(one: Node) -> None:
     one.wait_clean()
 
 
+def test_another_start_of_a_job_that_runs_ends_nothing_of_it(node: Node) -> None:
+    words = ("run", *_checkpoint(node), "--linger", "10m", "--", "sh", "-c")
+    with node.start(*words, "touch mnt/up; while [ ! -e go ]; do sleep 0.05; done") as process:
+        wait_for_file(node.base.parent / "ckpt/up")
+        assert node.run("run", "--", "true").returncode == 0
+        (node.base / "go").touch()
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    assert node.run(*words, "true").returncode == 0
+    assert attribute(node.spans()["checkpoint"], "bootseer.how") == "live"
+    assert node.run("run", "--", "true").returncode == 0
+    node.wait_clean()
+
+
 def test_a_process_with_the_number_of_a_lingering_one_is_left_alone(node: Node) -> None:
     """Containers with PID namespaces of their own may share the run folder."""
     folder = new_service_dir(node.base / "run", "start-stranger")
