@@ -23,8 +23,8 @@ import socket
 import struct
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -52,8 +52,14 @@ _DOUBTED_S = 2.0
 """Time for which a DataNode counts as slow after a read that was given up; doubled each time until
 a read ends well. The bytes may have waited behind those of other reads."""
 _LATELY_S = 5.0
-"""Time in which the weight of a read falls to a third when it is counted which of two equal
-DataNodes had less to do. Where one is slow, each of the others passes work on to the next."""
+"""Time in which the weight of a read falls to a third in the plan of who reads how much."""
+_PLAN_S = 0.1
+"""Time after which the plan is made anew."""
+_PLAN_STEPS = 160
+"""Steps of one plan, of 4 us each: with eight groups, a chain of eight DataNodes is even then."""
+_GROUPS_MAX = 32
+"""Groups of DataNodes in the plan, those that were read last. The blocks of more groups lie evenly
+enough without one."""
 _TELLING_BYTES = 256 << 10
 """Size from which the time of a read depends on the DataNode's speed, not on the round trip."""
 _ALIKE = 3.0
@@ -534,8 +540,47 @@ class _Doubt(Struct):
     lasts_s: float
 
 
+class _Group(Struct, eq=False):
+    """Blocks whose replicas are on the same DataNodes."""
+
+    shares: dict[Address, float]
+    """Share of the reads that each DataNode is to get."""
+    given: dict[Address, float]
+    """Number of reads that each DataNode got, the older the less each counts, as of `at_s`."""
+    at_s: float
+
+    def fade(self, now_s: float) -> None:
+        """Let the weights of earlier reads fall."""
+        factor = math.exp((self.at_s - now_s) / _LATELY_S)
+        self.given = {address: count * factor for address, count in self.given.items()}
+        self.at_s = now_s
+
+
+def divide(
+    amount: float, loads: Mapping[Address, float], speeds: Mapping[Address, float]
+) -> dict[Address, float]:
+    """Return the part of `amount` for each DataNode: those that get one are then done together.
+
+    Pure. `loads`: what each DataNode has to do already; `speeds`: what it does in a unit of time.
+    """
+    level = load = speed = 0.0
+    for address in sorted(loads, key=lambda one: loads[one] / speeds[one]):
+        if speed and loads[address] >= level * speeds[address]:
+            break
+        load += loads[address]
+        speed += speeds[address]
+        level = (amount + load) / speed
+    return {one: max(0.0, level * speeds[one] - loads[one]) for one in loads}
+
+
 class ReplicaChooser:
-    """Choice of the DataNode for each read, by the load, speed and failures of the DataNodes."""
+    """Choice of the DataNode for each read, by the load, speed and failures of the DataNodes.
+
+    A read goes where the fewest reads are under way. Among equals a plan decides, which gives all
+    DataNodes equally much to do for their speed. A rule for the two replicas of one block could not
+    do that: beside a slow DataNode, its neighbour must leave its other blocks to the next DataNode,
+    and that one to the next.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -546,8 +591,9 @@ class ReplicaChooser:
         """
         self._doubts: dict[Address, _Doubt] = {}
         self._failed_until_s: dict[Address, float] = {}
-        self._loads: dict[Address, tuple[float, float]] = {}
-        """Number of reads that each DataNode got lately, as of a time."""
+        self._groups: OrderedDict[tuple[Address, ...], _Group] = OrderedDict()
+        """The groups of DataNodes that were read lately, the latest last."""
+        self._planned_s = -math.inf
 
     def begin(self, replicas: tuple[Replica, ...], attempt: Attempt) -> Address | None:
         """Choose the best replica for a read, which counts as load until `end`.
@@ -562,13 +608,18 @@ class ReplicaChooser:
             if not usable:
                 return None
             typical = self._typical(now_s)
+            group = self._group(usable, now_s)
+            if now_s - self._planned_s >= _PLAN_S:
+                self._plan(typical, now_s)
 
             def order(replica: Replica) -> tuple[float, bool, float]:
+                given = group.given.get(replica.address, 0.0) + 1.0
+                share = group.shares.get(replica.address, 0.0)
                 cost = self._cost(replica, typical, now_s)
-                return cost, replica.is_far, self._load(replica.address, now_s)
+                return cost, replica.is_far, given / share if share else math.inf
 
             address = min(usable, key=order).address
-            self._loads[address] = (self._load(address, now_s) + 1.0, now_s)
+            group.given[address] = group.given.get(address, 0.0) + 1.0
             reads = self._under_way[address]
             reads.append(_Read(attempt, now_s, attempt.done_bytes, len(reads) + 1))
             return address
@@ -601,17 +652,59 @@ class ReplicaChooser:
             self._failed_until_s[address] = now_s + REMEMBERED_S
             return is_new
 
+    def _group(self, usable: Sequence[Replica], now_s: float) -> _Group:
+        """Return the group of the nearest of these replicas."""
+        addresses = [each.address for each in usable if not each.is_far]
+        key = tuple(sorted(addresses or [each.address for each in usable]))
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group(dict.fromkeys(key, 1.0 / len(key)), {}, now_s)
+            if len(self._groups) > _GROUPS_MAX:
+                self._groups.popitem(last=False)
+        else:
+            self._groups.move_to_end(key)
+            group.fade(now_s)
+        return group
+
+    def _plan(self, typical: float, now_s: float) -> None:
+        """Set the shares of all groups.
+
+        Each step divides the reads of one group, beside those of the others that each DataNode has
+        by now. Repeated steps converge.
+        """
+        self._planned_s = now_s
+        loads: defaultdict[Address, float] = defaultdict(float)
+        speeds: dict[Address, float] = {}
+        counts: list[tuple[_Group, float]] = []
+        for group in self._groups.values():
+            group.fade(now_s)
+            count = sum(group.given.values())
+            if count and len(group.shares) > 1:
+                counts.append((group, count))
+            for address, share in group.shares.items():
+                loads[address] += share * count
+                speeds[address] = 1.0 / self._slowness(address, typical, now_s)
+        for _ in range(_PLAN_STEPS // len(counts) if counts else 0):
+            for group, count in counts:
+                others = {one: loads[one] - share * count for one, share in group.shares.items()}
+                parts = divide(count, others, speeds)
+                for one, part in parts.items():
+                    loads[one] = others[one] + part
+                group.shares = {one: part / count for one, part in parts.items()}
+
     def _cost(self, replica: Replica, typical: float, now_s: float) -> float:
         """Return the expected time of a read from a replica, in reads from an idle, typical one."""
-        reads = self._under_way[replica.address]
-        # Reads that are overdue show how slow the DataNode is at least.
-        waited = (_seen(read, now_s - _PATIENCE_S) for read in reads)
-        address = replica.address
-        pace = max(self._known(address, now_s), self._doubted(address, now_s), *waited)
-        cost = float(len(reads) + 1)
-        if typical and pace > _ALIKE * typical:
-            cost *= pace / typical
+        cost = float(len(self._under_way[replica.address]) + 1)
+        cost *= self._slowness(replica.address, typical, now_s)
         return cost * _FAR if replica.is_far else cost
+
+    def _slowness(self, address: Address, typical: float, now_s: float) -> float:
+        """Return how many times slower a DataNode is than a typical one; 1.0 if it may be alike."""
+        # Reads that are overdue show how slow the DataNode is at least.
+        reads = self._under_way[address]
+        waited = (_seen(read, now_s - _PATIENCE_S) for read in reads)
+        pace = max(self._known(address, now_s), self._doubted(address, now_s), *waited)
+        return pace / typical if typical and pace > _ALIKE * typical else 1.0
 
     def _typical(self, now_s: float) -> float:
         """Return the median pace of the known DataNodes; 0 if none is known."""
@@ -621,11 +714,6 @@ class ReplicaChooser:
     def _known(self, address: Address, now_s: float) -> float:
         pace, until_s = self._paces.get(address, (0.0, 0.0))
         return pace if until_s > now_s else 0.0
-
-    def _load(self, address: Address, now_s: float) -> float:
-        """Return the number of reads that a DataNode got, the older the less each counts."""
-        count, at_s = self._loads.get(address, (0.0, now_s))
-        return count * math.exp((at_s - now_s) / _LATELY_S)
 
     def _doubted(self, address: Address, now_s: float) -> float:
         doubt = self._doubts.get(address)
