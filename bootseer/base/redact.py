@@ -12,7 +12,7 @@ import collections
 import functools
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 HIDDEN = "***"
 """Replacement of a hidden secret."""
@@ -50,6 +50,7 @@ _TOKEN = (
     r"|glpat-[\w-]{16,}|A[KS]IA[A-Z0-9]{16}|sk-[\w-]{16,}|xox[a-z]-[\w-]{10,}|pypi-[\w-]{16,}"
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
+_TOKEN_CHARS_MIN = 15
 _VALUE = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|\\.|[^\s'\";|&<>()\\])+"
 _ASSIGNMENT = rf"(?<![\w.-])(?P<name>-{{0,2}}[A-Za-z_][\w.-]*)=(?P<value>{_VALUE})"
 _AUTHORIZATION = r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?)([^'\"\n]+)"
@@ -142,10 +143,26 @@ def contains_secret(text: str, known: Iterable[str]) -> bool:
 
 def redact(text: str) -> str:
     """Return a message with all secrets in it removed or replaced by `HIDDEN`."""
-    text = _without_known(text, secret_values(os.environ).union(_used_logins))
-    text = re.sub(_SECRET_PARAMETER, rf"\1{HIDDEN}", _without_plain_users(text))
-    text = re.sub(_AUTHORIZATION, rf"\1{HIDDEN}", text)
-    return re.sub(_TOKEN, HIDDEN, re.sub(_ASSIGNMENT, _without_value, text))
+    return redactor()(text)
+
+
+def redactor() -> Callable[[str], str]:
+    """Return `redact` for many texts: the secrets that it knows are looked up once, now."""
+    return functools.partial(_redacted, secret_values(os.environ).union(_used_logins))
+
+
+def _redacted(known: Collection[str], text: str) -> str:
+    text = _without_plain_users(_without_known(text, known))
+    # Most texts are names and numbers, which none of the patterns can match.
+    if "=" in text:
+        text = re.sub(_SECRET_PARAMETER, rf"\1{HIDDEN}", text)
+    if "=" in text or ":" in text:
+        text = re.sub(_AUTHORIZATION, rf"\1{HIDDEN}", text)
+    if "=" in text:
+        text = re.sub(_ASSIGNMENT, _without_value, text)
+    if len(text) < _TOKEN_CHARS_MIN or text.isdigit():
+        return text
+    return re.sub(_TOKEN, HIDDEN, text)
 
 
 def _without_known(text: str, known: Collection[str]) -> str:

@@ -5,20 +5,21 @@ redacted, and a line that is not JSON is left out. Functions only.
 """
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from bootseer.base.redact import redact
+from bootseer.base.redact import redactor
 from bootseer.report.sources import BYTES_MAX
 from bootseer.timeline.otlp import START_EVENT
 
 _LINE_BYTES_MAX = 1024 * 1024
 _SPANS_A_LINE = 200
-_redact = lru_cache(4096)(redact)
+_TEXTS_MAX = 4096
+"""Most texts whose redacted form is kept: names and values that many lines repeat."""
 
 
 class TimelineLine(NamedTuple):
@@ -33,6 +34,7 @@ class TimelineLine(NamedTuple):
 def outgoing(paths: Iterable[Path]) -> Iterator[TimelineLine]:
     """Yield the lines of these files, up to a start's size limit. Raises: OSError."""
     left = BYTES_MAX
+    redact = lru_cache(_TEXTS_MAX)(redactor())
     for path in paths:
         with open(path, "rb", opener=_opener) as file:
             data = file.read(left)
@@ -40,7 +42,7 @@ def outgoing(paths: Iterable[Path]) -> Iterator[TimelineLine]:
         end = 0
         for text in data.splitlines(keepends=True):
             end += len(text)
-            document = _document(text)
+            document = _document(text, redact)
             if document is not None:
                 yield TimelineLine(str(path), end, document)
 
@@ -90,22 +92,22 @@ def _is_begin_of(line: TimelineLine, ended: Collection[str]) -> bool:
     return False
 
 
-def _document(text: bytes) -> dict[str, Any] | None:
+def _document(text: bytes, redact: Callable[[str], str]) -> dict[str, Any] | None:
     # The last line may be incomplete, since somebody is writing it.
     if len(text) > _LINE_BYTES_MAX or not text.endswith(b"\n"):
         return None
     try:
-        document = _without_secrets(msgspec.json.decode(text))
+        document = _without_secrets(msgspec.json.decode(text), redact)
     except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
 
 
-def _without_secrets(value: Any) -> Any:
+def _without_secrets(value: Any, redact: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return _redact(value)
+        return redact(value)
     if isinstance(value, list):
-        return [_without_secrets(one) for one in value]
+        return [_without_secrets(one, redact) for one in value]
     if isinstance(value, dict):
-        return {_redact(key): _without_secrets(one) for key, one in value.items()}
+        return {redact(key): _without_secrets(one, redact) for key, one in value.items()}
     return value

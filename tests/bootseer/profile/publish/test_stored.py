@@ -485,3 +485,14 @@ def test_a_published_timeline_is_smaller_and_says_the_same(tmp_path: Path) -> No
         for line in data.splitlines()
         if b"resourceSpans" in line
     ]
+
+
+def test_a_secret_that_becomes_known_later_is_hidden_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeline = Timeline.start(tmp_path, job="j", submission="", attempt=0, node="n", rank=0)
+    with timeline.span("fetch with swordfish-17"):
+        pass
+    assert b"swordfish-17" in encode(outgoing([timeline.path]))
+    monkeypatch.setenv("FETCH_TOKEN", "swordfish-17")
+    assert b"swordfish-17" not in encode(outgoing([timeline.path]))
