@@ -1,5 +1,6 @@
 """`bootseer report` and `bootseer watch`: where the time of a start went, and one under way."""
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -33,8 +34,8 @@ from bootseer.report.graph import node_of
 from bootseer.report.others.foreign_stage import ForeignStage
 from bootseer.report.others.kubernetes import WithPods
 from bootseer.report.others.placing import ADAPTERS, ForeignStages, ask_slurm, read_other
-from bootseer.report.page import imports_of, to_page
-from bootseer.report.read import in_order, read_events, read_graph
+from bootseer.report.page import ImportRow, imports_in, longest_imports, no_imports, to_page
+from bootseer.report.read import in_background, in_order, read_graph, read_with
 from bootseer.report.sources import (
     MergedSources,
     Source,
@@ -47,7 +48,7 @@ from bootseer.report.sources import (
 from bootseer.report.text import explain, headline
 from bootseer.settings.config import Settings
 from bootseer.store import open_own_store
-from bootseer.timeline.otlp import IMPORTS_EVENT, START, Stage
+from bootseer.timeline.otlp import START, Stage
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _PREVIOUS = "previous"
@@ -105,6 +106,8 @@ class ExplainedStart(Struct, dict=True):
     files: StartFiles
     breakdown: Breakdown
     model: StartModel
+    imports: Sequence[ImportRow]
+    """Slow imports of one process."""
 
     @cached_property
     def analysis(self) -> Analysis:
@@ -126,12 +129,23 @@ def listed(files: StartFiles) -> ListedStart | None:
     return ListedStart(files, StartModel(graph).summary) if graph.heading is not None else None
 
 
-def explained(files: StartFiles, others: ForeignStages | None = None) -> ExplainedStart | None:
-    """Return the start of these files, with facts of other programs; None without a stage."""
+def explained(
+    files: StartFiles, others: ForeignStages | None = None, *, has_imports: bool = False
+) -> ExplainedStart | None:
+    """Return the start of these files, with facts of other programs; None without a stage.
+
+    `has_imports` says whether `ExplainedStart.imports` are wanted.
+    """
     files = files.bounded()
-    graph = read_graph(files, others=others)
-    breakdown = break_down(graph)
-    return None if breakdown is None else ExplainedStart(files, breakdown, StartModel(graph))
+    graph, imports = read_with(imports_in if has_imports else no_imports, files, others=others)
+    # The model changes the graph's times, which the process in the background has a copy of.
+    with in_background(functools.partial(break_down, graph)) as broken_down:
+        model = StartModel(graph)
+        _ = graph.heading and model.summary
+        breakdown = broken_down()
+    if breakdown is None:
+        return None
+    return ExplainedStart(files, breakdown, model, longest_imports(imports))
 
 
 def _seconds(value: float | None) -> str:
@@ -366,7 +380,7 @@ def report(
     if wanted is None and config.sources["attempt"] == "flag":
         wanted = settings.attempt
     files = find_start(source, job, wanted, submission)
-    start = explained(files, _others(files, known))
+    start = explained(files, _others(files, known), has_imports=page_file is not None)
     if start is None:
         raise NotFoundError(f"the timelines of job {job!r} hold no stage")
     other = _other(source, job, start, compare) if compare else None
@@ -376,8 +390,7 @@ def report(
     if rows_file is not None:
         _write(rows_file, to_rows(files))
     if page_file is not None:
-        imports = imports_of(read_events(start.files, IMPORTS_EVENT))
-        page = to_page(title_of(start), start.model, start.analysis, imports, **compared)
+        page = to_page(title_of(start), start.model, start.analysis, start.imports, **compared)
         _write(page_file, [page.encode("utf-8")])
     if as_json:
         emit_json({**start_document(start), **compared})

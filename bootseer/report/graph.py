@@ -26,9 +26,10 @@ import itertools
 import math
 import sys
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from operator import sub
+from operator import le, sub
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -135,10 +136,10 @@ class Failure(Struct, frozen=True):
 
 def tracks_of(stages: Iterable[Stage], origin_ns: int) -> list[Track]:
     """Return one track per process; `origin_ns` (since 1970) becomes time 0."""
-    by_writer: dict[int, list[Stage]] = {}
+    by_writer: defaultdict[int, list[Stage]] = defaultdict(list)
     launchers: dict[str, int] = {}
     for stage in stages:
-        by_writer.setdefault(id(stage.resource), []).append(stage)
+        by_writer[id(stage.resource)].append(stage)
         if stage.name == START:
             launchers[node_of(stage)] = rank_of(stage)
     by_process: dict[tuple[str, str], list[Stage]] = {}
@@ -311,16 +312,23 @@ def _spans(stages: list[Stage], origin_ns: int) -> list[TrackSpan]:
     places = {stage.span_id: number for number, stage in enumerate(stages)}
     spans = []
     for number, stage in enumerate(stages):
-        attributes, end_ns, has_failed = stage.attributes, stage.end_ns, stage.failed
-        parent = places.get(stage.parent_id, -1) if stage.parent_id else -1
+        name, _, _, parent_id, start_ns, end_ns, has_failed, message, attributes, _ = stage
+        parent = places.get(parent_id, -1) if parent_id else -1
+        begin_s = (start_ns - origin_ns) / 1e9
+        # Most stages are noted at their end only, with no attribute but the clock's time.
+        is_plain = len(attributes) < 2 and (not attributes or _MONOTONIC in attributes)
+        if is_plain and end_ns is not None and not has_failed and not message:
+            end_s = (end_ns - origin_ns) / 1e9
+            spans.append(TrackSpan(name, begin_s, end_s, parent if parent < number else -1))
+            continue
         barrier = str(attributes[BARRIER]) if BARRIER in attributes else ""
-        notes: tuple[str, ...] = (stage.message,) if stage.message else ()
+        notes: tuple[str, ...] = (message,) if message else ()
         if fallback := attributes.get("bootseer.fallback"):
             notes = (str(fallback), *notes)
         spans.append(
             TrackSpan(
-                stage.name,
-                (stage.start_ns - origin_ns) / 1e9,
+                name,
+                begin_s,
                 ((end_ns or last_ns) - origin_ns) / 1e9,
                 parent if parent < number else -1,
                 "" if has_failed else barrier,
@@ -389,11 +397,12 @@ class Shape:
     """Spans of a process without their times: names, nesting and the order of events."""
 
     def __init__(self, spans: Sequence[TrackSpan]) -> None:
-        self.names = tuple(span.name for span in spans)
-        self.parents = tuple(span.parent for span in spans)
-        self.is_barrier = tuple(bool(span.barrier) for span in spans)
-        self.is_missed = tuple(bool(span.missed_barrier) for span in spans)
-        self.waits = tuple(bool(span.waited_for) for span in spans)
+        # Lists, not generators: there is one shape per process, and this takes half the time.
+        self.names = tuple([span.name for span in spans])
+        self.parents = tuple([span.parent for span in spans])
+        self.is_barrier = tuple([span.barrier != "" for span in spans])
+        self.is_missed = tuple([span.missed_barrier != "" for span in spans])
+        self.waits = tuple([span.waited_for != "" for span in spans])
         self.order = _order(spans)
         barriers = self.is_barrier, self.is_missed
         self._key = (self.names, self.parents, *barriers, self.waits, self.order)
@@ -457,18 +466,17 @@ def _step(event: int, before: list[int], start: int, label: Label) -> Step:
 def _order(spans: Sequence[TrackSpan]) -> tuple[int, ...]:
     # Order at one instant: ends, inner before outer; then begins; then ends of empty spans. Events
     # are put into that order first, since the sort by time is stable.
-    times: list[float] = []
-    ends: list[int] = []
-    ends_of_empty: list[int] = []
-    for number, span in enumerate(spans):
-        begin_s, end_s = span.begin_s, span.end_s - _TOLERANCE_S
-        if end_s <= begin_s:
-            times += (begin_s, begin_s)
-            ends_of_empty.append(end_of(number))
-        else:
-            times += (begin_s, end_s)
-            ends.append(end_of(number))
-    events = [*reversed(ends), *range(0, len(times), 2), *ends_of_empty]
+    begins = [span.begin_s for span in spans]
+    ends = [span.end_s - _TOLERANCE_S for span in spans]
+    is_empty = list(map(le, ends, begins))
+    times = [0.0] * (2 * len(spans))
+    times[0::2] = begins
+    times[1::2] = map(max, begins, ends)
+    events = [
+        *[end_of(span) for span in range(len(spans) - 1, -1, -1) if not is_empty[span]],
+        *range(0, len(times), 2),
+        *[end_of(span) for span, found in enumerate(is_empty) if found],
+    ]
     events.sort(key=times.__getitem__)
     return tuple(events)
 
@@ -491,8 +499,8 @@ class Group:
         self.role = role
         self.nodes: list[str] = []
         self.ranks: array[int] = array("q")
-        self.times: list[array[float]] = [array("d") for _ in range(2 * len(shape.names))]
-        """One column per event, in seconds."""
+        self._rows: array[float] = array("d")
+        """Times of one process after the other, until `times` is read."""
         self.barriers: dict[int, list[str]] = {
             span: [] for span, found in enumerate(shape.is_barrier) if found
         }
@@ -519,18 +527,38 @@ class Group:
     def __len__(self) -> int:
         return len(self.nodes)
 
+    @cached_property
+    def times(self) -> "list[array[float]]":
+        """One column per event, in seconds. No process can be added once this was read."""
+        rows, self._rows = self._rows, array("d")
+        width = 2 * len(self.shape.names)
+        return [rows[event::width] for event in range(width)]
+
     def append(self, track: Track) -> None:
         """Add a process, whose spans must have this shape."""
+        assert "times" not in self.__dict__
         row = len(self.nodes)
         self.nodes.append(track.node)
         self.ranks.append(track.rank)
         self.tasks.append(track.task)
         self.parents.append((track.node, track.parent))
-        columns = zip(track.spans, self.evidence, self.times[::2], self.times[1::2], strict=True)
-        for number, (span, evidence, begins, ends) in enumerate(columns):
-            begin_s, end_s = span.begin_s, span.end_s
-            begins.append(begin_s)
-            ends.append(end_s if end_s > begin_s else begin_s)
+        spans = track.spans
+        begins = [span.begin_s for span in spans]
+        times = [0.0] * (2 * len(spans))
+        times[0::2] = begins
+        times[1::2] = map(max, begins, [span.end_s for span in spans])
+        self._rows.extend(times)
+        for number, span in enumerate(spans):
+            if not (
+                span.evidence
+                or span.barrier
+                or span.missed_barrier
+                or span.waited_for
+                or span.is_open
+                or span.has_failed
+                or span.notes
+            ):
+                continue
             if span.barrier:
                 self.barriers[number].append(sys.intern(span.barrier))
             if span.missed_barrier:
@@ -543,6 +571,7 @@ class Group:
                 self.failed_counts[number] = self.failed_counts.get(number, 0) + 1
             if span.notes:
                 self._note(number, span.notes)
+            evidence = self.evidence[number]
             for name, value in span.evidence.items():
                 if value.__class__ is float or (value.__class__ is int and name != _MONOTONIC):
                     column = evidence.get(name)
@@ -563,8 +592,9 @@ class Group:
         self.ranks += other.ranks
         self.tasks += other.tasks
         self.parents += other.parents
-        for column, more in zip(self.times, other.times, strict=True):
-            column += more
+        assert "times" not in self.__dict__
+        assert "times" not in other.__dict__
+        self._rows += other._rows
         for own, others in (
             (self.barriers, other.barriers),
             (self.missed_barriers, other.missed_barriers),

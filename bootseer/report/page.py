@@ -19,6 +19,8 @@ from bootseer.report.explain import Analysis, StartModel
 from bootseer.report.export import analysis_document
 from bootseer.report.graph import BEFORE_LAUNCHER, NO_RANK, Group, begin_of, end_of
 from bootseer.report.peers import PeerGroup, base_of
+from bootseer.report.sources import StartFiles
+from bootseer.timeline.otlp import IMPORTS_EVENT
 
 ImportRow = tuple[str, int, int, int]
 """Module, depth, begin and duration in microseconds."""
@@ -208,6 +210,26 @@ def _cell(seconds: float, median: float) -> int:
     return max(0, min(_NO_CELL - 1, round(_MEDIAN_CELL + _CELLS_AN_OCTAVE * octaves)))
 
 
+def imports_in(part: StartFiles) -> Sequence[ImportRow]:
+    """Return the imports of the process of these timelines that spent most time in them."""
+    return imports_of(part.events(IMPORTS_EVENT))
+
+
+def no_imports(part: StartFiles) -> Sequence[ImportRow]:
+    """Return no imports, for a report without a page."""
+    return []
+
+
+def longest_imports(found: Iterable[Sequence[ImportRow]]) -> Sequence[ImportRow]:
+    """Return the imports that took most time, of several processes'."""
+    return max(found, key=_imports_us, default=[])
+
+
+def _imports_us(rows: Sequence[ImportRow]) -> int:
+    # The time of a module includes that of the modules which it imports.
+    return sum(row[3] for row in rows if row[1] == 0)
+
+
 def imports_of(bodies: Iterable[str]) -> Sequence[ImportRow]:
     """Return the imports of the process that spent most time in them; skip unreadable bodies."""
     best: list[ImportRow] = []
@@ -216,6 +238,6 @@ def imports_of(bodies: Iterable[str]) -> Sequence[ImportRow]:
             rows = msgspec.json.decode(body, type=list[ImportRow])
         except (ValueError, RecursionError):
             continue
-        if sum(row[3] for row in rows if row[1] == 0) > sum(row[3] for row in best if row[1] == 0):
+        if _imports_us(rows) > _imports_us(best):
             best = rows
     return best

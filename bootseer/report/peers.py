@@ -232,16 +232,19 @@ def without_stragglers(peers: dict[PeerGroup, Peers]) -> Change:
 
     def change(interval: Interval) -> "array[float] | None":
         median = peers[peer_group(interval)].median_s
-        return array("d", [min(seconds, median) for seconds in interval.seconds])
+        return array("d", map(min, interval.seconds, itertools.repeat(median)))
 
     return change
 
 
 def as_its_peers(peers: dict[PeerGroup, Peers], nodes: frozenset[str]) -> Change:
     """Return the change in which `nodes` take no longer than the median for any interval."""
+    rows_of: dict[Group, list[int]] = {}
 
     def change(interval: Interval) -> "array[float] | None":
-        rows = _rows(interval.group, nodes)
+        group = interval.group
+        if (rows := rows_of.get(group)) is None:
+            rows = rows_of[group] = _rows(group, nodes)
         if not rows:
             return None
         median = peers[peer_group(interval)].median_s

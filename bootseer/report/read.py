@@ -23,6 +23,9 @@ from bootseer.report.graph import StartGraph, tracks_of
 from bootseer.report.others.placing import ForeignStages
 from bootseer.report.sources import StartFiles
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 _log = logging.getLogger(__name__)
 _NODES_A_PART = 128
 # A graph of 4 million stages takes a gigabyte. No start has many more.
@@ -42,15 +45,34 @@ def read_graph(
 
     Raises: BootseerError.
     """
+    return read_with(_nothing, files, process_count, others)[0]
+
+
+def _nothing(part: StartFiles) -> None:
+    pass
+
+
+def read_with(
+    function: Callable[[StartFiles], "R"],
+    files: StartFiles,
+    process_count: int | None = None,
+    others: ForeignStages | None = None,
+) -> "tuple[StartGraph, list[R]]":
+    """Read a start into a graph (`read_graph`), and call `function` for each part of its nodes.
+
+    The process that reads a part makes the call, so that no part is fetched twice.
+    """
     graph = StartGraph()
+    results: list[R] = []
     parts = files.parts(_NODES_A_PART)
     # Seconds since 1970 as doubles would be off by microseconds.
     first = next((stages for part in parts for stages in part.nodes() if stages), None)
     if first is None:
-        return graph
-    read = functools.partial(_read_part, first[0].start_ns, others)
-    for number, part in enumerate(_of_parts(read, files, parts, process_count)):
+        return graph, results
+    read = functools.partial(_read_part, function, first[0].start_ns, others)
+    for number, (part, result) in enumerate(_of_parts(read, files, parts, process_count)):
         graph.merge(part)
+        results.append(result)
         if graph.stage_count > _STAGES_MAX and number + 1 < len(parts):
             _log.warning(
                 "warning: only %d of the nodes are reported: the start has more than %d million "
@@ -62,29 +84,20 @@ def read_graph(
     for stages in others.pending_pods(graph.nodes, first[0]) if others else ():
         for track in tracks_of(stages, first[0].start_ns):
             graph.add(track)
-    return graph
+    return graph, results
 
 
-def read_events(files: StartFiles, event: str) -> Iterator[str]:
-    """Yield the bodies of all events of this name."""
-    parts = files.parts(_NODES_A_PART)
-    for found in _of_parts(functools.partial(_events, event), files, parts):
-        yield from found
-
-
-def _events(event: str, part: StartFiles) -> list[str]:
-    return part.events(event)
-
-
-def _read_part(origin_ns: int, others: ForeignStages | None, part: StartFiles) -> StartGraph:
+def _read_part(
+    function: Callable[[StartFiles], "R"],
+    origin_ns: int,
+    others: ForeignStages | None,
+    part: StartFiles,
+) -> "tuple[StartGraph, R]":
     graph = StartGraph()
     for stages in part.nodes():
         graph.add_node([*stages, *others.for_node(stages)] if others else stages, origin_ns)
-    return graph
+    return graph, function(part)
 
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 _PIPE_BYTES = 1024 * 1024
 _LENGTH_BYTES = 8
@@ -187,6 +200,29 @@ def in_order(
         for number in range(len(things)):
             answer: _WorkerResult[R] = _next_result(pipes[number % count])
             yield _result_of(answer)
+
+
+@contextlib.contextmanager
+def in_background(function: Callable[[], R]) -> Iterator[Callable[[], R]]:
+    """Call `function` in a forked process; the value is a function that waits for its result.
+
+    The call is made here, at once, with one processor or if this process has threads.
+    """
+    if len(os.sched_getaffinity(0)) < 2 or not may_fork():
+        result = function()
+        yield lambda: result
+        return
+    ours, theirs = os.pipe2(os.O_CLOEXEC)
+    with os.fdopen(ours, "rb") as pipe:
+        with os.fdopen(theirs, "wb", buffering=0) as sink:
+            pid = os.fork()
+            if pid == 0:
+                pipe.close()
+                _work(lambda _: function(), [None], sink)
+        try:
+            yield lambda: _result_of(_next_result(pipe))
+        finally:
+            kill_child(pid)
 
 
 def _work(function: Callable[[T], R], things: Sequence[T], sink: BinaryIO) -> None:

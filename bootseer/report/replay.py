@@ -6,6 +6,7 @@ that it must wait at, and goes on when the barrier's last process has arrived.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import add, sub
 from typing import NamedTuple
@@ -29,8 +30,8 @@ class Arrivals:
         self._graph = graph
         self._missing: dict[str, int] = {}
         for _, _, keys in graph.barriers():
-            for key in keys:
-                self._missing[key] = self._missing.get(key, 0) + 1
+            for key, count in Counter(keys).items():
+                self._missing[key] = self._missing.get(key, 0) + count
         self._last: dict[str, tuple[float, float]] = {}
         """Last arrival at each barrier, measured and replayed."""
         self._ended: dict[tuple[str, str], tuple[float, float]] = {}
@@ -54,11 +55,18 @@ class Arrivals:
     def arrive(
         self, group: Group, span: int, measured: Sequence[float], replayed: Sequence[float]
     ) -> None:
-        for key, one, other in zip(group.barriers.get(span, ()), measured, replayed, strict=False):
-            known = self._last.get(key, (one, other))
-            self._last[key] = max(known[0], one), max(known[1], other)
-            self._missing[key] -= 1
-            self._moved = True
+        keys = group.barriers.get(span, [])
+        if (key := _only(keys)) is not None:
+            self._arrive(key, max(measured), max(replayed), len(keys))
+            return
+        for key, one, other in zip(keys, measured, replayed, strict=False):
+            self._arrive(key, one, other, 1)
+
+    def _arrive(self, key: str, measured_s: float, replayed_s: float, count: int) -> None:
+        known = self._last.get(key, (measured_s, replayed_s))
+        self._last[key] = max(known[0], measured_s), max(known[1], replayed_s)
+        self._missing[key] -= count
+        self._moved = True
 
     def end(self, group: Group, span: int, replayed: Sequence[float]) -> None:
         if group.role != LAUNCHER:
@@ -76,6 +84,11 @@ class Arrivals:
         """Return when each process could go on, measured and replayed; None if not known yet."""
         if span in group.barriers:
             keys = group.barriers[span]
+            if (key := _only(keys)) is not None:
+                if self._missing[key] and not self._gave_up:
+                    return None
+                both = self._last[key]
+                return array("d", both[:1]) * len(keys), array("d", both[1:]) * len(keys)
             if not self._gave_up and any(self._missing[key] for key in keys):
                 return None
             pairs = [self._last[key] for key in keys]
@@ -92,6 +105,11 @@ class Arrivals:
                 for found in [self._ended.get(one, nothing)]
             ]
         return array("d", [one for one, _ in pairs]), array("d", [other for _, other in pairs])
+
+
+def _only(keys: Sequence[str]) -> str | None:
+    """Return the key that all of `keys` are; None if they differ, or there are none."""
+    return keys[0] if keys and keys.count(keys[0]) == len(keys) else None
 
 
 Change = Callable[["Interval"], "array[float] | None"]

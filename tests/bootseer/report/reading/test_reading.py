@@ -148,3 +148,39 @@ def test_of_a_killed_report_no_process_is_left() -> None:
     process.kill()
     process.communicate()
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the ends")
+
+
+_IN_BACKGROUND = """
+import os, sys
+from bootseer.report.read import in_background
+def work():
+    if sys.argv[1] == "raises":
+        raise ValueError("seven")
+    return os.getpid()
+try:
+    with in_background(work) as result:
+        if sys.argv[1] == "ends":
+            print(result() != os.getpid(), end=" ")
+        elif sys.argv[1] == "raises":
+            result()
+except ValueError as error:
+    print(error, end=" ")
+try:
+    os.waitpid(-1, 0)
+except ChildProcessError:
+    print("no children")
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("ends", "True no children"),
+        ("raises", "seven no children"),
+        ("unasked", "no children"),
+    ],
+)
+def test_a_call_in_the_background_leaves_no_process(what: str, said: str) -> None:
+    command = [sys.executable, "-c", _IN_BACKGROUND, what]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == said
