@@ -206,7 +206,7 @@ ROWS = (
          _plain("profile", "1 to 100 faulty, F1, nodes that were slow once counted as wrong")),
     _row("&nbsp;&nbsp;4 million stages reported: time / memory / page", "30 s / 2 GiB / 10 MB",
          "{} / {} / {}",
-         *(_of("profile", f"4 million stages, {of}")
+         *(_of("report", f"4 million stages from a folder, {of}")
            for of in ("time / 30 s", "memory / 2 GiB", "page / 10 MB"))),
     _row("numpy and pyarrow imported from a slow file system: `bootseer warm`, 4 KiB a request",
          "not warmed", "**{}** faster", _of("warm", "cold_4k / warm_4k, time")),

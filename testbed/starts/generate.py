@@ -133,6 +133,7 @@ class GeneratedStart:
     """Generated start, and the truth about it."""
 
     def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
         faults: dict[str, dict[Cause, float]] = {}
         for fault in recipe.faults:
             faults.setdefault(fault.node, {})[fault.cause] = fault.severity
@@ -153,9 +154,9 @@ class GeneratedStart:
         self.hiccups = {node.name for node in self._nodes if node.had_hiccup}
         """Nodes whose launcher was slow once, without a noted reason."""
 
-    def tracks(self) -> Iterator[Track]:
-        """Yield the processes, with all times by their nodes' clocks."""
-        for node in self._nodes:
+    def tracks(self, nodes: slice = slice(None)) -> Iterator[Track]:
+        """Yield the processes of these nodes, with all times by their nodes' clocks."""
+        for node in self._nodes[nodes]:
             yield from node.tracks()
 
 

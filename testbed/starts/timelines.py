@@ -1,10 +1,12 @@
 """Writes generated starts as timelines of `bootseer run`."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 from bootseer.report.graph import Track
+from bootseer.report.read import in_order
 from bootseer.timeline.otlp import (
     BARRIER,
     PARENT,
@@ -16,18 +18,30 @@ from bootseer.timeline.otlp import (
     encode_start,
     trace_id_of,
 )
-from testbed.starts.generate import Recipe, tracks
+from testbed.starts.generate import GeneratedStart, Recipe
 
 _ZERO_NS = 1_790_000_000 * 10**9
 
 
+_NODES_A_PART = 100
+
+
 def write_timelines(folder: Path, recipe: Recipe, *, job: str, submission: str = "") -> None:
-    """Write the start below `folder`, one timeline file for each node."""
-    trace = trace_id_of(job, 0, submission)
+    """Write the start below `folder`, one timeline file for each node, on all processors."""
     place = folder / job / "0" / submission
     place.mkdir(parents=True, exist_ok=True)
-    for node, found in itertools.groupby(tracks(recipe), lambda track: track.node):
-        name = f"20261123T{recipe.seed:06}Z-1-{node}-0.jsonl"
+    start = GeneratedStart(recipe)
+    parts = [
+        slice(first, first + _NODES_A_PART) for first in range(0, recipe.node_count, _NODES_A_PART)
+    ]
+    for _ in in_order(functools.partial(_write, place, start, job, submission), parts):
+        pass
+
+
+def _write(place: Path, start: GeneratedStart, job: str, submission: str, nodes: slice) -> None:
+    trace = trace_id_of(job, 0, submission)
+    for node, found in itertools.groupby(start.tracks(nodes), lambda track: track.node):
+        name = f"20261123T{start.recipe.seed:06}Z-1-{node}-0.jsonl"
         lines = (_lines(track, trace, job, submission) for track in found)
         (place / name).write_bytes(b"".join(itertools.chain.from_iterable(lines)))
 
