@@ -90,7 +90,8 @@ class Facts(Struct, frozen=True):
     has_trees: bool
     """Whether the node's cache has the extracted trees of all targets."""
     can_reflink: bool
-    """Whether files of the cache and of the targets can share blocks."""
+    """Whether files of the cache and of the targets can share blocks; tried only for a link that is
+    wanted, or where the cache has the trees."""
     target_count: int
     file_count: int
     content_bytes: int
@@ -266,7 +267,7 @@ def restore_by_choice(
 ) -> Restored:
     """Put all targets of a snapshot in place, or change nothing. Raises: as `put_in_place`."""
     try:
-        facts = _find_facts(work, is_container=wish.is_container)
+        facts = _find_facts(work, wish)
         if wish.is_container and wish.scratch is None:
             facts = replace(facts, may_mount=False)
     except OSError as error:
@@ -319,13 +320,15 @@ def _link(work: Restoration, wish: Wish, choice: Choice, on_finished: OnFinished
     return Restored(choice, extraction.moved_bytes, was_here=extraction.was_here)
 
 
-def _find_facts(work: Restoration, *, is_container: bool) -> Facts:
+def _find_facts(work: Restoration, wish: Wish) -> Facts:
     """Return the facts that decide how to restore. Raises: OSError."""
     trees = NodeTrees(work.settings)
     table = mount_table.mount_points()
     placed, manifest = work.placed, work.manifest
     paths = [item.path for item in placed]
     places = [_existing_parent(path) for path in paths]
+    is_container = wish.is_container
+    has_trees = all(trees.has(item.target.index.digest) for item in placed)
     return Facts(
         may_mount=can_mount_directly() and not is_in_user_namespace(),
         has_fuse=os.access(DEVICE, os.R_OK | os.W_OK),
@@ -336,8 +339,10 @@ def _find_facts(work: Restoration, *, is_container: bool) -> Facts:
             one.path.startswith(os.fsencode(path) + b"/") for path in paths for one in table
         ),
         is_entered=not is_container and any(map(is_entered, paths)),
-        has_trees=all(trees.has(item.target.index.digest) for item in placed),
-        can_reflink=all(trees.can_reflink_to(place) for place in places),
+        has_trees=has_trees,
+        # The trial writes files. Nobody asks for it where a link is neither wanted nor likely.
+        can_reflink=(has_trees or wish.mode == LINK)
+        and all(trees.can_reflink_to(place) for place in places),
         target_count=len(placed),
         file_count=manifest.file_count,
         content_bytes=manifest.content_bytes,
