@@ -12,7 +12,8 @@ Every state leads to ENDED: by a final error, by `withdraw` and by `close`. The 
 - Bytes are checked before a try wins, so that a fast but damaged replica does not beat a sound one.
 - A try that brings nothing for `stall_s` is given up and its thread replaced. A job fails when
   none of its tries brought anything for `deadline_s`. A try whose reader does not report progress
-  has the whole deadline.
+  has the whole deadline. A trickle counts as nothing only if the job would take several deadlines
+  at that rate: on a crowded line all connections trickle.
 - A try that is slower than its peers (`pace`) is joined by a second one, on another thread and so
   on another connection. The first try with correct bytes wins.
 - Each try continues behind the bytes of the last one. It uses the same buffer unless the thread of
@@ -46,6 +47,7 @@ from bootseer.transfer.pace import (
     ByteProgress,
     Pace,
     TokenBucket,
+    floor_bytes_per_s,
 )
 from bootseer.transfer.policy import Policy, as_bootseer_error, dice
 from bootseer.transfer.ranges import Priority
@@ -177,9 +179,22 @@ class Try:
     """Attempt at a job, made by one thread."""
 
     def __init__(
-        self, job: ReadJob, worker: "ReadWorker", buffer: memoryview | None, now_s: float
+        self,
+        job: ReadJob,
+        worker: "ReadWorker",
+        buffer: memoryview | None,
+        now_s: float,
+        floor_bytes_per_s: float,
     ) -> None:
-        """`buffer`: memory of a second try, which is made because another try is late."""
+        """Begin a try.
+
+        Args:
+            job: What is read.
+            worker: The thread that reads.
+            buffer: Memory of a second try, which is made because another try is late.
+            now_s: Monotonic time.
+            floor_bytes_per_s: Rate below which the try counts as silent.
+        """
         self.job = job
         self.worker = worker
         self.is_second = buffer is not None
@@ -188,7 +203,8 @@ class Try:
         self.attempt.follows_damage = job.wrong_count > 0
         self.buffer = memoryview(b"") if buffer is None else buffer
         self.started_s = now_s
-        self.progress = ByteProgress(now_s)
+        self.progress = ByteProgress(now_s, floor_bytes_per_s)
+        self._floor_bytes_per_s = floor_bytes_per_s
         self.deadline_s = math.inf
         self.start_bytes = 0
         """Bytes at the front of the buffer that an earlier try brought."""
@@ -221,7 +237,7 @@ class Try:
             self.buffer = earlier.buffer if earlier and reusable else job.buffer(self)
         # Time for opening and for memory does not count for the pace.
         self.started_s = time.monotonic()
-        self.progress = ByteProgress(self.started_s)
+        self.progress = ByteProgress(self.started_s, self._floor_bytes_per_s)
         self.is_opened = True
         buffer = self.buffer
         if earlier is not None:
@@ -672,7 +688,8 @@ class FetchEngine:
             if job.moved_s is None:
                 job.moved_s = now_s
             job.state = JobState.READING
-            one = Try(job, worker, buffer, now_s)
+            floor = floor_bytes_per_s(job.length, self._deadline_s)
+            one = Try(job, worker, buffer, now_s, floor)
             self._extend(one)
             job.tries.append(one)
             job.second_count += one.is_second

@@ -25,25 +25,39 @@ LOOK_S = 0.1
 """Interval in which a read is checked, from `LOOK_AFTER_S` on."""
 LOOK_AFTER_S = _FLOOR_S
 FLOOR_BYTES_PER_S = 8 * 1024
-"""A slower rate counts as silence: a twentieth of the slowest line over which jobs are started."""
+"""A slower rate counts as silence: a twentieth of the slowest line over which jobs are started. For
+short reads see `floor_bytes_per_s`."""
+_DEADLINES_MAX = 4.0
+"""Deadlines that a short read may take as long as bytes come. On a line that many nodes share, each
+connection may get less than `FLOOR_BYTES_PER_S`, and a new connection would get no more."""
 STALL_S = 15.0
 """A connection that was silent for this time is given up, whatever the rates of its peers and the
 credit: TCP's fourth repetition of a lost packet has come by then."""
 
 
+def floor_bytes_per_s(length: int, deadline_s: float) -> float:
+    """Return the rate below which a read of `length` bytes counts as silent.
+
+    A read that is never silent ends within four deadlines, or at `FLOOR_BYTES_PER_S` at least.
+    """
+    return min(FLOOR_BYTES_PER_S, length / (_DEADLINES_MAX * deadline_s))
+
+
 class ByteProgress:
     """Progress of one attempt: when bytes came last."""
 
-    __slots__ = ("_seen_bytes", "seen_s")
+    __slots__ = ("_floor_bytes_per_s", "_seen_bytes", "seen_s")
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, now_s: float, floor_bytes_per_s: float = FLOOR_BYTES_PER_S) -> None:
+        """`floor_bytes_per_s`: rate below which bytes do not count."""
         self.seen_s = now_s
         """Time at which bytes were seen last."""
+        self._floor_bytes_per_s = floor_bytes_per_s
         self._seen_bytes = 0
 
     def silent_s(self, done_bytes: int, now_s: float) -> float:
         """Return the seconds without bytes, or with a trickle alone, when `done_bytes` are here."""
-        if done_bytes - self._seen_bytes > FLOOR_BYTES_PER_S * (now_s - self.seen_s):
+        if done_bytes - self._seen_bytes > self._floor_bytes_per_s * (now_s - self.seen_s):
             self._seen_bytes, self.seen_s = done_bytes, now_s
         return now_s - self.seen_s
 

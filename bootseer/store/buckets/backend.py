@@ -56,7 +56,7 @@ from bootseer.store.deadline import (
 )
 from bootseer.store.paths import PathMixin, check_deadline, check_range, split_path
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.pace import STALL_S, ByteProgress
+from bootseer.transfer.pace import FLOOR_BYTES_PER_S, STALL_S, ByteProgress, floor_bytes_per_s
 from bootseer.transfer.policy import REQUEST, Attempts
 
 Result = TypeVar("Result")
@@ -361,7 +361,10 @@ class BucketBackend(PathMixin, Backend):
         what = f"read {self._name(path)}"
 
         def body(call: Call[None]) -> None:
-            progress, came = ByteProgress(time.monotonic()), 0
+            floor: float = FLOOR_BYTES_PER_S
+            if length is not None:
+                floor = floor_bytes_per_s(length, self._deadline_s)
+            progress, came = ByteProgress(time.monotonic(), floor), 0
             with translated_errors(what, self._bucket(path)[2]):
                 for chunk in answer.stream(min_chunk_size=_PIECE_BYTES):
                     data = memoryview(chunk)

@@ -29,16 +29,20 @@ from bootseer.store.hdfs.direct_write import Placer
 from bootseer.store.hdfs.namenode import UNANSWERED, NameNodes, NoCallsError, RpcError
 from bootseer.store.hdfs.native import Native, translate
 from bootseer.store.hdfs.placement import PlacedGroup, ServerChooser
-from bootseer.store.hdfs.reading import DataNodes, HdfsReader, file_info, fill_buffer, read_bytes
+from bootseer.store.hdfs.reading import (
+    SILENCES_PER_DEADLINE,
+    DataNodes,
+    HdfsReader,
+    file_info,
+    fill_buffer,
+    read_bytes,
+)
 from bootseer.store.hdfs.writer import RETRY_IN_GROUP, HdfsWriter
 from bootseer.store.paths import PathMixin, split_path
 from bootseer.transfer.attempt import Attempt
 
 if TYPE_CHECKING:
     from hdfs_native import Client
-
-# A silent DataNode is given up early enough for attempts by hdfs-native and of another replica.
-_SILENCES_PER_DEADLINE = 4
 
 
 class HdfsBackend(PathMixin, Backend):
@@ -69,7 +73,7 @@ class HdfsBackend(PathMixin, Backend):
         )
         self._placer = Placer(self._name_nodes)
         self._placement = ServerChooser()
-        self._data_nodes = DataNodes(deadline_s / _SILENCES_PER_DEADLINE)
+        self._data_nodes = DataNodes(deadline_s / SILENCES_PER_DEADLINE)
 
     def wait_for_servers(self, patience_s: float) -> None:
         self._native.patience_s = patience_s

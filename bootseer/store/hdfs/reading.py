@@ -37,6 +37,7 @@ from bootseer.store.hdfs.namenode import Address, Replica, StoredBlock
 from bootseer.store.hdfs.native import Native, leak
 from bootseer.store.paths import check_range
 from bootseer.transfer.attempt import Attempt
+from bootseer.transfer.pace import FLOOR_BYTES_PER_S, ByteProgress, floor_bytes_per_s
 
 if TYPE_CHECKING:
     from hdfs_native import FileReader, FileStatus
@@ -83,6 +84,8 @@ _LOW_WATER_BYTES = 256 << 10
 _VIEWS_MAX = 128
 _POLL_S = 0.25
 _CONNECT_S = 2.0
+SILENCES_PER_DEADLINE = 4
+"""A silent DataNode is given up early enough for attempts by hdfs-native and of another replica."""
 # A DataNode waits 4 s for the next request (dfs.datanode.socket.reuse.keepalive).
 _KEPT_S = 2.0
 
@@ -395,11 +398,11 @@ class DataNodes:
     ) -> None:
         """Fill `views`, in which there are `length` bytes of the file. Raises: _GivenUpError."""
         start_bytes = attempt.done_bytes
-        missing = sum(map(len, views))
-        silent_s = time.monotonic() + self._silence_max_s
-        telling = missing - _LOW_WATER_BYTES
-        """Remaining bytes at which the deadline restarts; a byte now and then does not restart it.
-        """
+        wanted_bytes = missing = sum(map(len, views))
+        floor: float = FLOOR_BYTES_PER_S
+        if length:
+            floor = floor_bytes_per_s(length, SILENCES_PER_DEADLINE * self._silence_max_s)
+        progress = ByteProgress(time.monotonic(), floor)
         low_water = 0
         at = 0
         while missing:
@@ -418,10 +421,8 @@ class DataNodes:
             if not count:
                 raise ConnectionError("the DataNode closed the connection")
             missing -= max(count, 0)
-            now_s = time.monotonic()
-            if missing <= telling:
-                silent_s, telling = now_s + self._silence_max_s, missing - _LOW_WATER_BYTES
-            elif now_s >= silent_s and missing:
+            silent_s = progress.silent_s(wanted_bytes - missing, time.monotonic())
+            if silent_s >= self._silence_max_s and missing:
                 raise TimeoutError("the DataNode sends nothing, or next to nothing")
             if count < 0:
                 continue

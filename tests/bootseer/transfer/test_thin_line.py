@@ -4,30 +4,43 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from bootseer.base.content_digest import content_digest
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.chunks import ChunkFetcher
+from bootseer.transfer.pace import FLOOR_BYTES_PER_S
 from bootseer.transfer.ranges import Chunk, Priority, covering
 from tests.bootseer.transfer.thin_line import ThinLine
 
 NODES_COUNT = 8
-# Twice as fast as silence for each of the nodes' two connections.
-RATE = 2 * NODES_COUNT * 16 * 1024
+CONNECTIONS_COUNT = 2 * NODES_COUNT
 DEADLINE_S = 3.0
-CHUNK_BYTES = 72 * 1024
-DATA = random.Random(7).randbytes(2 * CHUNK_BYTES)
+DATA = random.Random(7).randbytes(144 * 1024)
 
 
-def test_eight_nodes_that_demand_and_prefetch_over_a_thin_line_all_succeed() -> None:
-    """A demand once failed at its deadline although its bytes were arriving."""
-    line, view = ThinLine(RATE), memoryview(DATA)
+@pytest.mark.parametrize(
+    ("share", "chunk_bytes"),
+    [(2.0, 72 * 1024), (0.4, 24 * 1024)],
+    ids=["above the floor", "below the floor"],
+)
+def test_eight_nodes_that_demand_and_prefetch_over_a_thin_line_all_succeed(
+    share: float, chunk_bytes: int
+) -> None:
+    """A demand once failed at its deadline although its bytes were arriving.
+
+    Below the floor: sixteen starts behind one line failed since each of their connections got less
+    than what counts as bytes.
+    """
+    line = ThinLine(share * FLOOR_BYTES_PER_S * CONNECTIONS_COUNT)
+    view = memoryview(DATA)[: 2 * chunk_bytes]
 
     def read(key: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
         return line.bring(view[offset : offset + len(buffer)], buffer, attempt)
 
     chunks = [
-        Chunk("object", start, CHUNK_BYTES, content_digest(view[start : start + CHUNK_BYTES]))
-        for start in (0, CHUNK_BYTES)
+        Chunk("object", start, chunk_bytes, content_digest(view[start : start + chunk_bytes]))
+        for start in (0, chunk_bytes)
     ]
 
     def node() -> dict[int, bytes]:

@@ -6,7 +6,7 @@ import time
 from bootseer.transfer.attempt import Attempt
 from testbed.waiting import pause
 
-_PIECE_BYTES = 4096
+_PIECE_BYTES = 1024
 
 
 class ThinLine:

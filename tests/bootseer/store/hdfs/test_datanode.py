@@ -243,6 +243,22 @@ def test_a_byte_now_and_then_is_silence() -> None:
     assert sent < 1000
 
 
+def test_a_crowded_line_is_no_silence() -> None:
+    """A small read once had to be whole within the time that a DataNode may be silent."""
+    answer_bytes = _RESPONSE + _packets(_GOOD)
+
+    def answer(connection: socket.socket) -> None:
+        for start in range(0, len(answer_bytes), 256):
+            connection.sendall(answer_bytes[start : start + 256])
+            pause(0.8)
+
+    with answering(answer) as address:
+        blocks = [StoredBlock(0, _block(4096), b"token", (Replica(address),))]
+        nodes = DataNodes(3.0)
+        assert nodes.read_into(blocks, 0, memoryview(bytearray(1024)), Attempt()) == 1024
+        nodes.close()
+
+
 def test_a_datanode_that_is_left_is_named_in_the_log_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
