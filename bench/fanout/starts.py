@@ -16,8 +16,8 @@ from pathlib import Path
 
 from bench.fanout.lab import Scenario, Site
 from bench.machine.tmpfs import tmpfs
+from bootseer.checkpoints import copy_in, open_checkpoints
 from bootseer.fanout.trees import STORE
-from bootseer.store import open_backend
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.images.building import LayoutBuilder
 from testbed.images.rootfs import python_root
@@ -31,6 +31,9 @@ MEGABYTE = 1 << 20
 _NODE_BYTES = 256 << 20
 """Of memory for the folders of one node: three times what it reads, and the image's index."""
 _LIMIT_S = 600.0
+_UNIT_BYTES = 256 << 10
+"""Stripe unit of the checkpoint: striped, since only stripe units travel by fan-out, and so small
+that a line of a few megabits carries one in less than a second."""
 # The image's own files are read as far as the imports need them, and the rest in these sizes.
 _PROGRAM = """
 import decimal, email.message, http.client, json, sys, time
@@ -70,14 +73,15 @@ class Starts:
 
     def record(self, url: str, variables: Mapping[str, str]) -> None:
         """Put the checkpoint into the store, and the image and environment by a first start."""
-        with entered(self.site.network(STORE)), _environment(variables):
-            backend = open_backend(f"{url}/checkpoints")
-            try:
-                with backend.create("step-1.bin") as sink:
-                    for _ in range(self._checkpoint_mb):
-                        sink.write(os.urandom(MEGABYTE))
-            finally:
-                backend.close()
+        checkpoint = self._folder / "step-1.bin"
+        checkpoint.write_bytes(os.urandom(self._checkpoint_mb * MEGABYTE))
+        with (
+            entered(self.site.network(STORE)),
+            _environment(variables),
+            open_checkpoints(f"{url}/checkpoints", stripe_unit_bytes=_UNIT_BYTES) as storage,
+        ):
+            copy_in(storage, checkpoint, checkpoint.name)
+        checkpoint.unlink()
         with self._node("recorder", url, variables) as node:
             process = self._begin(node, STORE, url)
             _, said = process.communicate("\n", timeout=_LIMIT_S)
