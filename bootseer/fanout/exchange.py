@@ -92,6 +92,10 @@ class Origin(Protocol):
         """Return the bytes of one chunk."""
 
 
+def _never() -> float:
+    return 0.0
+
+
 def _no_document(key: str) -> bytes:
     raise UnavailableError(f"nobody reads {key} here")
 
@@ -145,6 +149,10 @@ class _Share:
         self.error: BootseerError | None = None
         self.moved_s = time.monotonic()
         """When bytes came last."""
+        self.above_s = [self.moved_s] * TREE_COUNT
+        """When bytes of each tree came last to the nodes that feed this one."""
+        self.store_moved_s: Callable[[], float] = _never
+        """Returns when bytes came from the store last, also of chunks that are not whole yet."""
         self.plans: list[SourcePlan] = []
         self.streams: set[_Stream] = set()
         self.waiting: list[set[asyncio.Future[bool]]] = [set() for _ in range(TREE_COUNT)]
@@ -158,6 +166,12 @@ class _Share:
         """Set the store and the file of the object."""
         self.origin, self.file = origin, file
         self.moved_s = time.monotonic()
+
+    def bytes_moved_s(self, tree: int) -> float:
+        """Return when bytes of a tree came last, to this node or to those that feed it."""
+        if self.plans and self.plans[tree].source == STORE:
+            return max(self.above_s[tree], self.store_moved_s())
+        return self.above_s[tree]
 
     def is_whole(self, tree: int) -> bool:
         """Whether all chunks of a tree are here."""
@@ -332,17 +346,24 @@ class Exchange(Closing):
     # For users, in any thread
 
     def join(
-        self, name: bytes, file: Path, origin: Origin, in_flight: int = _STORE_IN_FLIGHT
+        self,
+        name: bytes,
+        file: Path,
+        origin: Origin,
+        in_flight: int = _STORE_IN_FLIGHT,
+        store_moved_s: Callable[[], float] = _never,
     ) -> None:
         """Begin to get the object `name` into `file`, and to feed it to others. Does not wait.
 
         `in_flight`: chunks of each tree that may be read from the store at once.
+        `store_moved_s`: returns the monotonic time at which bytes came from the store last, also
+        those of chunks that are not whole yet. Any thread.
 
         Raises: OSError when the file cannot be made; UnavailableError when closed.
         """
         number = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            self._call(self._join(name, origin, number, in_flight))
+            self._call(self._join(name, origin, number, in_flight, store_moved_s))
         except BaseException:
             os.close(number)
             raise
@@ -387,6 +408,14 @@ class Exchange(Closing):
             if share.error is None and tuple(share.counts) == tuple(known):
                 share.lock.wait(wait_s)
             return tuple(share.counts), share.error is not None
+
+    def bytes_moved_s(self, name: bytes) -> float:
+        """Return the monotonic time at which bytes of a joined object came last.
+
+        Bytes that came to the nodes which feed this one count as well.
+        """
+        share = self._shares[name]
+        return max(share.bytes_moved_s(tree) for tree in range(TREE_COUNT))
 
     def document(self, key: str) -> Future[tuple[bytes, bool]]:
         """Begin to look for a document; see `Documents.get`. Raises: UnavailableError if closed."""
@@ -457,12 +486,19 @@ class Exchange(Closing):
                 settle(waiting, True)
         return share
 
-    async def _join(self, name: bytes, origin: Origin, file: int, in_flight: int) -> None:
+    async def _join(
+        self,
+        name: bytes,
+        origin: Origin,
+        file: int,
+        in_flight: int,
+        store_moved_s: Callable[[], float],
+    ) -> None:
         share = self._share(name)
         if share.file >= 0:
             raise InvalidInputError(f"the object {name.hex()[:12]} is joined already")
         share.joined(origin, file)
-        share.in_flight = in_flight
+        share.in_flight, share.store_moved_s = in_flight, store_moved_s
         now_s = time.monotonic()
         share.plans = [
             SourcePlan(self._trees, self._own, tree, chunk_bytes=1 << 20, random=dice, now_s=now_s)
@@ -579,7 +615,7 @@ class Exchange(Closing):
 
         def moved(count: int) -> None:
             fed.byte_count += count
-            share.moved_s = now_s = time.monotonic()
+            share.moved_s = share.above_s[tree] = now_s = time.monotonic()
             if plan.source == fed.source:
                 share.received[tree] += count
                 plan.received(now_s, share.received[tree])
@@ -605,6 +641,10 @@ class Exchange(Closing):
                 frame = protocol.decode_frame(head, node, nodes)
                 if plan.source == node:
                     plan.offered(time.monotonic(), frame.offer)
+                if frame.kind == protocol.BEAT:
+                    came_s = time.monotonic() - frame.length / 1000
+                    share.above_s[tree] = max(share.above_s[tree], came_s)
+                    plan.above(came_s)
                 if frame.kind == protocol.BUSY:
                     return Reason.BUSY
                 if node not in (plan.source, plan.helper):
@@ -857,7 +897,10 @@ class Exchange(Closing):
                 else:
                     stream.sending_s = None
                     if not await share.more(tree, HEARTBEAT_S):
-                        beat = protocol.encode_frame(protocol.BEAT, 0, share.offer(self._own, tree))
+                        silent_s = max(0.0, time.monotonic() - share.bytes_moved_s(tree))
+                        beat = protocol.encode_frame(
+                            protocol.BEAT, int(silent_s * 1000), share.offer(self._own, tree)
+                        )
                         await link.send(beat, _STALLED_S)
         finally:
             share.streams.discard(stream)

@@ -82,6 +82,8 @@ _REQUEST_S = 5.0
 _TELL_S = 2.0
 """How long a client may take no update before it is hung up on."""
 _LOOK_S = 0.2
+_TELL_EVERY_S = 1.0
+"""Interval in which a client learns that bytes come although no chunk is whole."""
 _DOCUMENT_S = 6.0
 """Longest wait for a document: longer than ten thousand nodes wait for each other."""
 _PROBES_MAX, _PROBE_S = 6, 0.7
@@ -397,13 +399,15 @@ class _Objects:
 
     def _progress(self, one: _Object) -> Iterator[tuple[int, ...]]:
         counts: tuple[int, ...] = (-1, -1)
+        told_s = 0.0
         while True:
             found, is_over = self._exchange.progress(one.name, counts, _LOOK_S)
             if is_over or self._has_given_up.is_set():
                 yield (IS_OVER, *found)
                 return
-            if found != counts:
-                counts = found
+            is_moving = self._exchange.bytes_moved_s(one.name) > told_s
+            if found != counts or (is_moving and time.monotonic() - told_s > _TELL_EVERY_S):
+                counts, told_s = found, time.monotonic()
                 yield (IS_COMING, *counts)
 
     def _receive(self, wanted: SharedObject) -> _Object | None:
@@ -432,8 +436,15 @@ class _Objects:
         if chunks.offsets[-1] > room.f_bavail * room.f_frsize * _SPARE_SHARE:
             raise NoSpaceError(f"{self._folder} has no room for {chunks.offsets[-1]} bytes")
         path = self._folder / f"{os.getpid()}-{name.hex()}"
-        origin = _StoredChunks(wanted, chunks, self._fetcher(wanted.url))
-        self._exchange.join(name, path, origin, in_flight(wanted.chunks))
+        fetcher = self._fetcher(wanted.url)
+        origin = _StoredChunks(wanted, chunks, fetcher)
+        self._exchange.join(
+            name,
+            path,
+            origin,
+            in_flight(wanted.chunks),
+            lambda: fetcher.engine.bytes_moved_s,
+        )
         try:
             # Read-only: a client gets it.
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

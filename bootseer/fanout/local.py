@@ -15,8 +15,8 @@ The exchange, integers little-endian:
                      keys}; for each chunk u16 number of its key, u64 offset, u32 length, 32 bytes
                      digest
     host -> client   one byte, with the descriptor; then again and again u8 state, u32 u32 chunks of
-                     each tree that are in the file, from the first one on. Nothing where the object
-                     is not wanted
+                     each tree that are in the file, from the first one on; also when only parts
+                     of chunks came. Nothing where the object is not wanted
 
 Any thread.
 """
@@ -65,8 +65,11 @@ CHUNK_BYTES_MAX = 16 << 20
 _OBJECT_BYTES_MAX = 1 << 42
 _JOIN_S = 5.0
 _STUCK_S = 5.0
-"""An object of which nothing comes for so long is read from the store: longer than a node needs to
-find another source, or to read the store itself."""
+"""An object of which no bytes come for so long is read from the store: longer than a node needs to
+find another source, or to begin to read the store itself."""
+_CHUNK_S = 60.0
+"""The same where bytes come but no chunk is whole: on a slow line, a chunk of some megabytes takes
+long, and would take longer if every node read it."""
 _NEAR_BYTES = 32 << 20
 _NEAR_S = 2.0
 """A chunk that is neither so near, nor expected so soon, is not waited for."""
@@ -154,7 +157,7 @@ class _Arriving:
         self._counts = [0] * TREE_COUNT
         self._is_over = False
         self._changed = threading.Condition()
-        self._began_s = self._moved_s = time.monotonic()
+        self._began_s = self._moved_s = self._came_s = time.monotonic()
         threading.Thread(target=self._listen, name="fan-out", daemon=True).start()
 
     def read(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> bool:
@@ -205,7 +208,7 @@ class _Arriving:
 
     def _is_hopeless(self, number: int) -> bool:
         now_s = time.monotonic()
-        if now_s - self._moved_s > _STUCK_S:
+        if now_s - self._moved_s > _STUCK_S or now_s - self._came_s > _CHUNK_S:
             return True
         came = self._came_bytes
         ahead = self._starts[number] - came
@@ -228,8 +231,9 @@ class _Arriving:
                 while len(data := updates.read(UPDATE.size)) == UPDATE.size:
                     state, *counts = UPDATE.unpack(data)
                     with self._changed:
+                        self._moved_s = time.monotonic()
                         if counts != self._counts:
-                            self._counts, self._moved_s = counts, time.monotonic()
+                            self._counts, self._came_s = counts, self._moved_s
                         self._is_over |= state == IS_OVER
                         self._changed.notify_all()
         except OSError as error:

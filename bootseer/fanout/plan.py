@@ -9,6 +9,7 @@ A node begins with its parent in the tree. While the job is younger than `GATHER
 parent that has not begun. It leaves its source
 
 - at once, when the source is silent for `SILENCE_S`, closes, refuses or sends wrong bytes;
+- for the store, when nothing comes to the nodes above it either, or for `_ABOVE_S`;
 - when the source has chunks and sends them slowly, or lacks chunks that its own source has. The
   children of the slow node move; the nodes below them wait for `STARVED_S`;
 - for its parent, when the parent works again;
@@ -78,6 +79,9 @@ _STAND_IN_BEHIND_S, _PARENT_BEHIND_S = 1.5, 0.6
 _ASK_PAUSE_S, _CROWDED_PAUSE_S, _STORE_PAUSE_S, _PARENT_PAUSE_S = 0.3, 0.5, 0.5, 0.5
 _RETRY_S = 0.15
 _PATIENCE_MAX, _LINE_PATIENCE = 8.0, 4.0
+_ABOVE_S = 30.0
+"""How long a node that gets nothing waits while bytes come to the nodes above it: on a slow line,
+one chunk takes long, and every node that reads the store makes it slower."""
 _FULL_S = 1.0
 """How long a node without a source waits for room at nodes that are ahead."""
 _SETTLED_S = 3.0
@@ -293,6 +297,8 @@ class SourcePlan:
         when that one last sent anything; when it first had chunks to send."""
         self._flows_s = now_s
         """When the first bytes of the source came."""
+        self._above_s = now_s
+        """When bytes came last to the nodes above, which may lack the rest of a chunk."""
         self._path_changed_s = self._source_moved_s = now_s
         """When a node of the path last changed its source; when the source itself did."""
         self._patience = 1.0
@@ -339,6 +345,10 @@ class SourcePlan:
         self._job_s = min(self._job_s, now_s - offer.age_s)
         if self._node in offer.path:
             self.lost(now_s, Reason.CIRCLE)
+
+    def above(self, moved_s: float) -> None:
+        """Note when bytes came to the source, or to a node above it, of which none came here."""
+        self._above_s = max(self._above_s, moved_s)
 
     def began(self, now_s: float, node: int, age_s: float = 0.0) -> None:
         """Note that a node began `age_s` ago."""
@@ -534,7 +544,8 @@ class SourcePlan:
             if best is not None:
                 return self._leave(now_s, best, Reason.SLOW if is_slow else Reason.STARVED)
         turn_s = STARVED_S + 2 * _TURN_S * len(self._ancestors)
-        is_turn = now_s - max(self._meter.arrived_s, self._path_changed_s) > turn_s
+        above_s = min(self._above_s, self._meter.arrived_s + _ABOVE_S)
+        is_turn = now_s - max(self._meter.arrived_s, self._path_changed_s, above_s) > turn_s
         # Where the source has more, it is more likely the own line.
         is_turn &= not is_slow or low_s > 2 * turn_s * self._patience
         return self._leave(now_s, STORE, Reason.STARVED) if is_turn else None

@@ -501,8 +501,8 @@ class FetchEngine:
         self._resting: list[tuple[float, int, ReadJob]] = []
         self._numbers = itertools.count(1)
         self._pace = Pace()
-        self._moved_s = 0.0
-        """Monotonic time at which bytes came last, for any job."""
+        self.bytes_moved_s = 0.0
+        """Monotonic time at which bytes came last, for any job. Any thread may read it."""
         self._bucket: TokenBucket | None = None
         if fill_bytes_per_s is not None:
             self._bucket = TokenBucket(fill_bytes_per_s, now_s=time.monotonic())
@@ -565,7 +565,7 @@ class FetchEngine:
             one.look(now_s)
         moved_s = job.moved_s or 0.0
         if job.state is JobState.WAITING:
-            moved_s = max(moved_s, self._moved_s)
+            moved_s = max(moved_s, self.bytes_moved_s)
         return now_s - max(moved_s, since_s)
 
     # ---- jobs; the caller does not hold the lock ----------------------------------------------
@@ -765,7 +765,7 @@ class FetchEngine:
                 self._drop(other)
         job.state = JobState.LANDING
         job.earlier = None
-        self._moved_s = job.moved_s = now_s
+        self.bytes_moved_s = job.moved_s = now_s
         # Delivery gets `stall_s` again, so that a full disk queue is no failure.
         one.deadline_s = now_s + self._stall_s
         self._pace.note(job.length - one.start_bytes, seconds, is_second=one.is_second)
@@ -868,7 +868,7 @@ class FetchEngine:
         """Check one try; return the time of the next check."""
         if one.job.state is JobState.READING:
             one.look(now_s)
-            self._moved_s = max(self._moved_s, one.job.moved_s or 0.0)
+            self.bytes_moved_s = max(self.bytes_moved_s, one.job.moved_s or 0.0)
             self._extend(one)
         if one.deadline_s <= now_s:
             self._give_up(one, now_s)

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -209,6 +210,19 @@ def test_a_user_is_told_how_far_an_object_has_come(job: FanoutJob) -> None:
     assert len(seen) > 1
     job.nodes[1].close()
     assert job.nodes[1].progress(content.name, counts, 30)[1]
+
+
+def test_all_nodes_know_that_bytes_of_an_unfinished_chunk_come(job: FanoutJob) -> None:
+    content = Content(6)
+    content.before = gate = Gate(0)
+    job.start(*range(6))
+    for number, node in job.nodes.items():
+        node.join(content.name, job.file(number), content, store_moved_s=time.monotonic)
+    joined_s = time.monotonic()
+    for node in job.nodes.values():
+        wait_for(lambda node=node: node.bytes_moved_s(content.name) > joined_s + 0.5, "bytes")
+    gate.open()
+    job.check(content)
 
 
 def test_connections_that_come_as_a_node_ends_are_closed(job: FanoutJob) -> None:

@@ -183,3 +183,20 @@ def test_a_path_ends_at_the_store() -> None:
     plan.step(0.0)
     plan.offered(0.1, Offer(1, 5, 1, (3, STORE)))
     assert plan.path == (1, 3, STORE)
+
+
+@pytest.mark.parametrize("is_moving", [False, True])
+def test_a_node_waits_for_the_first_chunk_of_a_slow_line(is_moving: bool) -> None:
+    """A named fault: all nodes read the store when a chunk took longer than two seconds."""
+    plan, now_s = plan_of(0), 0.0
+    plan.step(0.0)
+    offer, above = Offer(1, 0, 1, (3, STORE)), Offer(3, 0, 1, (STORE,))
+    for _ in range(100):
+        now_s += 0.1
+        if plan.source == 1:
+            plan.offered(now_s, offer)
+            if is_moving:
+                plan.above(now_s)
+        if isinstance(plan.step(now_s), Ask):
+            plan.answered(now_s, [offer, above])
+    assert plan.source == (1 if is_moving else STORE)

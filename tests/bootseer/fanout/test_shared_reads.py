@@ -34,7 +34,7 @@ from bootseer.settings.config import Settings, load_config
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.chunks import ChunkFetcher
 from bootseer.transfer.ranges import Chunk, Priority, plan
-from testbed.waiting import wait_for
+from testbed.waiting import pause, wait_for
 
 CHUNK_BYTES, COUNT = 1000, 21
 URL = "hdfs://user:secret@namenode/store"
@@ -204,6 +204,22 @@ def test_an_object_that_is_stuck_is_read_from_the_store(
     host.bring(4)
     reading.finish()
     assert reading.store.read_bytes > 0
+
+
+def test_an_object_whose_bytes_come_slowly_is_waited_for(
+    host: Host, reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every node of a start read the store when the first chunk took long, and made it slower."""
+    monkeypatch.setattr(local, "_STUCK_S", 1.0)
+    reading.start()
+    host.bring(4)
+    wait_for(lambda: len(reading.came) == 4, "the first chunks")
+    for _ in range(20):
+        host.tell(IS_COMING)
+        pause(0.1)
+    host.bring(38)
+    reading.finish()
+    assert reading.store.read_bytes == 0
 
 
 def test_a_chunk_far_ahead_is_demanded_from_the_store(
