@@ -27,8 +27,8 @@ from bootseer.snapshots.key_parts import Part
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 300.0
-"""Limit of an interpreter's answer. It may be read from an image that is on its way; without its answer
-the key is another one, and the set-up is made anew."""
+"""Limit of an interpreter's answer. It may be read from an image that is on its way; without its
+answer the key is another one, and the set-up is made anew."""
 _OUTPUT_BYTES_MAX = 256 * 1024
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
 # List of the host's shared libraries, which is rewritten when one is installed.

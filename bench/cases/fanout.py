@@ -36,9 +36,11 @@ _FAULTS, _LATE, _HOSTILE, _RACKS = "32, 6 faulty", "32, late", "32, hostile", "1
 _BLOCKED, _WITHOUT = "4 starts, ports blocked", "4 starts, without fan-out"
 _STORES = {"HDFS": hdfs_store, "S3": s3_store}
 _STARTS, _SEPARATE = 16, 4
-_START_MBIT, _START_MB = 8.0, (16, 16, 32)
-"""Of the image, the environment and the checkpoint, each node reads so many MiB."""
-_QUICK_SHARE = 8.0
+_START_MBIT, _START_MB = 16.0, (16, 16, 32)
+"""Of the image, the environment and the checkpoint, each node reads so many MiB. 16 starts on two
+cores use both nearly all the time at this rate; at 8 Mbit/s the queue of a line alone is longer
+than the silence after which a node counts as lost."""
+_QUICK_SHARE = 4.0
 """Lines are so much faster where each node reads all of the store by itself."""
 _LARGE, _LARGE_FAULTS = "10,000 simulated", "10,000 simulated, 1 % faulty"
 _MEMORY_BYTES = 2 << 30
@@ -58,7 +60,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
             "CPU: an object of 256 MiB in chunks of 1 MiB, lines without limit; per node and GB, "
             "which it receives and sends on",
             "Starts: whole replayed starts on nodes that have nothing, image, environment and "
-            "checkpoint of 16, 16 and 32 MiB, all read; lines of 8 Mbit/s, for ports blocked and "
+            "checkpoint of 16, 16 and 32 MiB, all read; lines of 16 Mbit/s, for ports blocked and "
             "without fan-out 64 Mbit/s. All nodes share the cores of this machine, on which a "
             "start takes seconds",
         ]

@@ -299,6 +299,8 @@ class SourcePlan:
         """When the first bytes of the source came."""
         self._above_s = now_s
         """When bytes came last to the nodes above, which may lack the rest of a chunk."""
+        self._chunk_s = now_s
+        """When the source got a chunk last."""
         self._path_changed_s = self._source_moved_s = now_s
         """When a node of the path last changed its source; when the source itself did."""
         self._patience = 1.0
@@ -334,6 +336,8 @@ class SourcePlan:
     def offered(self, now_s: float, offer: Offer) -> None:
         """Note an offer of the source."""
         self._alive_s, last = now_s, self._offer
+        if offer.count != last.count:
+            self._chunk_s = now_s
         if offer.path != last.path:
             self._path_changed_s = now_s
             if offer.path[:1] != last.path[:1]:
@@ -522,7 +526,11 @@ class SourcePlan:
         lead, answer = self._lead, offers.pop(self.source, None)
         source = answer or self._offer
         low_s = now_s - self._meter.good_s
+        above_s = min(self._above_s, self._meter.arrived_s + _ABOVE_S)
         starved_s = now_s - max(self._meter.good_s, self._path_changed_s)
+        if now_s - self._chunk_s > STARVED_S:
+            # Chunks of the source take long. It is not a node that sends few of those it gets.
+            starved_s = min(starved_s, now_s - above_s)
         above = offers.get(source.path[0]) if source.path else None
         is_slow = source.count - self.count >= lead
         patience = self._patience * (_LINE_PATIENCE if self._is_line_slow else 1)
@@ -544,7 +552,6 @@ class SourcePlan:
             if best is not None:
                 return self._leave(now_s, best, Reason.SLOW if is_slow else Reason.STARVED)
         turn_s = STARVED_S + 2 * _TURN_S * len(self._ancestors)
-        above_s = min(self._above_s, self._meter.arrived_s + _ABOVE_S)
         is_turn = now_s - max(self._meter.arrived_s, self._path_changed_s, above_s) > turn_s
         # Where the source has more, it is more likely the own line.
         is_turn &= not is_slow or low_s > 2 * turn_s * self._patience

@@ -48,8 +48,8 @@ FRAME_BYTES = _FRAME.size + _OFFER.size
 
 ASK, FEED, KEEP, READ = 1, 2, 3, 4
 BEAT, CHUNK, LIST, BUSY, DOCUMENT = 0, 1, 2, 3, 4
-"""Kinds of frames; BUSY is the last one of its stream or question. Instead of a length, BEAT has the
-milliseconds since bytes of the object came to the sender, or to a node that feeds it."""
+"""Kinds of frames; BUSY is the last one of its stream or question. Instead of a length, BEAT has
+the milliseconds since bytes of the object came to the sender, or to a node that feeds it."""
 _LENGTH_MAX = {
     BEAT: (1 << 32) - 1,
     CHUNK: CHUNK_BYTES_MAX,

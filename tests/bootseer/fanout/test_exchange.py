@@ -219,8 +219,12 @@ def test_all_nodes_know_that_bytes_of_an_unfinished_chunk_come(job: FanoutJob) -
     for number, node in job.nodes.items():
         node.join(content.name, job.file(number), content, store_moved_s=time.monotonic)
     joined_s = time.monotonic()
-    for node in job.nodes.values():
-        wait_for(lambda node=node: node.bytes_moved_s(content.name) > joined_s + 0.5, "bytes")
+    wait_for(
+        lambda: all(
+            node.bytes_moved_s(content.name) > joined_s + 0.5 for node in job.nodes.values()
+        ),
+        "bytes at all nodes",
+    )
     gate.open()
     job.check(content)
 
