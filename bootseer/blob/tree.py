@@ -106,7 +106,7 @@ class Blob(Struct, frozen=True):
 
 
 class Tree:
-    """Names, inodes and blobs, made by `blob.build` or `index.codec.decode`.
+    """Names, inodes and blobs, made by `blob.build` or `blob.index.decode`.
 
     Immutable; safe from any thread. The names are validated: each directory except the root has
     exactly one name, there are no cycles, names are unique in their directory and contain neither
