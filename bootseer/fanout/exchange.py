@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -40,7 +40,7 @@ from bootseer.errors import (
 )
 from bootseer.fanout import protocol
 from bootseer.fanout.addresses import NotedAddresses
-from bootseer.fanout.connection import Link, connect, settle, welcome
+from bootseer.fanout.connection import Link, Waiter, connect, settle, welcome
 from bootseer.fanout.documents import Documents
 from bootseer.fanout.gathering import KEPT, REFUSED, WAITING, Gathering
 from bootseer.fanout.objects import ChunkList, decode_list
@@ -62,6 +62,8 @@ from bootseer.fanout.trees import STORE, TREE_COUNT, Trees, chunks_of
 from bootseer.transfer.policy import dice
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _TICK_S = 0.1
 _PROOF_S = 2.0
@@ -125,10 +127,12 @@ class _Stream:
 class _Buffer:
     """Memory of one chunk, which may be being sent while the next one is received."""
 
-    __slots__ = ("data", "index", "senders")
+    __slots__ = ("data", "frame", "index", "senders")
 
-    def __init__(self, data: memoryview) -> None:
-        self.data, self.index, self.senders = data, -1, 0
+    def __init__(self, frame: memoryview, head_bytes: int = 0) -> None:
+        self.frame, self.data = frame, frame[head_bytes:]
+        """The chunk with the head of its frame, if it came with one; the chunk."""
+        self.index, self.senders = -1, 0
 
 
 class _Share:
@@ -155,12 +159,12 @@ class _Share:
         """Returns when bytes came from the store last, also of chunks that are not whole yet."""
         self.plans: list[SourcePlan] = []
         self.streams: set[_Stream] = set()
-        self.waiting: list[set[asyncio.Future[bool]]] = [set() for _ in range(TREE_COUNT)]
-        """Streams of each tree that wait for more to send."""
+        self.waiting: list[set[Waiter]] = [set() for _ in range(TREE_COUNT)]
+        """Streams of each tree, which wait for more to send."""
         self.latest: list[_Buffer | None] = [None] * TREE_COUNT
         """The last chunk of each tree: sent from memory, which costs half as much as from the
         file."""
-        self._spare: list[_Buffer] = []
+        self._spare: list[memoryview] = []
 
     def joined(self, origin: Origin, file: int) -> None:
         """Set the store and the file of the object."""
@@ -186,7 +190,7 @@ class _Share:
                 self.has = bytearray(len(chunks.lengths))
                 self.chunks = chunks
             self.describe()
-            self._tell(*range(TREE_COUNT))
+            self._tell()
 
     def describe(self) -> None:
         """Pass the size of the object to the plans, if it is known."""
@@ -216,15 +220,22 @@ class _Share:
                 self.counts[tree] += 1
                 at += TREE_COUNT
             self.moved_s = time.monotonic()
-        self._tell(tree)
+            self.lock.notify_all()
+        for stream in self.waiting[tree]:
+            stream.settle()
 
-    def take_buffer(self, length: int) -> _Buffer:
-        """Return memory for a chunk, which `keep` or `release` gives back."""
+    def take_buffer(self, index: int) -> _Buffer:
+        """Return memory for a frame with this chunk, which `keep` or `release` gives back.
+
+        If there is no such chunk, or nobody knows the chunks, there is only room for the head.
+        """
+        lengths = () if self.chunks is None else self.chunks.lengths
+        length = protocol.FRAME_BYTES + (lengths[index] if index < len(lengths) else 0)
         while self._spare:
-            buffer = self._spare.pop()
-            if len(buffer.data) >= length:
-                return buffer
-        return _Buffer(memoryview(bytearray(length)))
+            memory = self._spare.pop()
+            if len(memory) >= length:
+                return _Buffer(memory[:length], protocol.FRAME_BYTES)
+        return _Buffer(memoryview(bytearray(length)), protocol.FRAME_BYTES)
 
     def keep(self, buffer: _Buffer, index: int) -> None:
         """Keep an accepted chunk in memory until the next one of its tree."""
@@ -235,34 +246,22 @@ class _Share:
 
     def release(self, buffer: _Buffer) -> None:
         """Use the memory for another chunk if no stream sends it."""
-        if not buffer.senders and buffer not in self.latest and not buffer.data.readonly:
-            self._spare.append(buffer)
+        if not buffer.senders and buffer not in self.latest and not buffer.frame.readonly:
+            self._spare.append(memoryview(buffer.frame.obj))
 
     def fail(self, error: BootseerError) -> None:
         """Fail the object: nothing more is written or sent."""
         with self.lock:
             self.error = self.error or error
-        self._tell(*range(TREE_COUNT))
+        self._tell()
 
-    def _tell(self, *trees: int) -> None:
-        """Wake the threads that wait for chunks, and the streams of these trees."""
+    def _tell(self) -> None:
+        """Wake the threads and the streams that wait for chunks."""
         with self.lock:
             self.lock.notify_all()
-        for tree in trees:
-            for stream in self.waiting[tree]:
-                settle(stream, True)
-
-    async def more(self, tree: int, limit_s: float) -> bool:
-        """Wait for more chunks to send; return False if none came for `limit_s`."""
-        loop = asyncio.get_running_loop()
-        ready: asyncio.Future[bool] = loop.create_future()
-        timer = loop.call_later(limit_s, settle, ready, False)
-        self.waiting[tree].add(ready)
-        try:
-            return await ready
-        finally:
-            timer.cancel()
-            self.waiting[tree].discard(ready)
+        for streams in self.waiting:
+            for stream in streams:
+                stream.settle()
 
     def offer(self, own: int, tree: int) -> Offer:
         """Return this node's offer."""
@@ -532,7 +531,7 @@ class Exchange(Closing):
 
     async def _follow(self, share: _Share, tree: int) -> None:
         """Carry out the plan of one tree until all of it is here."""
-        plan = share.plans[tree]
+        plan, changed = share.plans[tree], Waiter(self._loop)
         reading: asyncio.Task[Reason] | None = None
         helping: asyncio.Task[Reason] | None = None
         asking: asyncio.Task[list[Offer]] | None = None
@@ -567,22 +566,25 @@ class Exchange(Closing):
                     if step.reason is not None:
                         fed.left_because = fed.left_because or step.reason.value
                     fed = self._feeder(share, tree, step.source)
-                    reading = self._loop.create_task(self._read(share, tree, step, fed))
+                    reading = self._begun(self._read(share, tree, step, fed), changed)
                 elif isinstance(step, Help):
                     helped = self._feeder(share, tree, step.source)
-                    helping = self._loop.create_task(self._read(share, tree, step, helped))
+                    helping = self._begun(self._read(share, tree, step, helped), changed)
                 elif step is not None:
-                    asking = self._loop.create_task(self._ask(share, tree, step.nodes))
-                waiting = [task for task in (reading, helping, asking) if task is not None]
-                if waiting:
-                    await asyncio.wait(
-                        waiting, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED
-                    )
-                else:
-                    await asyncio.sleep(_TICK_S)
+                    asking = self._begun(self._ask(share, tree, step.nodes), changed)
+                tasks = (reading, helping, asking)
+                if not any(task is not None and task.done() for task in tasks):
+                    await changed.wait(_TICK_S)
         finally:
+            changed.close()
             for task in (reading, helping, asking):
                 await _cancelled(task)
+
+    def _begun(self, what: Coroutine[Any, Any, _T], changed: Waiter) -> "asyncio.Task[_T]":
+        """Begin a task whose end ends the wait of `changed`."""
+        task = self._loop.create_task(what)
+        task.add_done_callback(lambda _: changed.settle())
+        return task
 
     def _feeder(self, share: _Share, tree: int, source: int) -> SourceRecord:
         """Return a new line of the report."""
@@ -630,15 +632,19 @@ class Exchange(Closing):
         count = step.first if isinstance(step, Help) else share.counts[tree]
         leaves_store = isinstance(step, Take) and step.leaves_store
         moved, nodes = self._alive(share, tree, fed), len(self._addresses)
+        buffer: _Buffer | None = None
         link = await self._link(node, SILENCE_S)
         try:
             needs_list = share.chunks is None
             request = Request(protocol.FEED, tree, count, share.name, leaves_store, needs_list)
             await link.send(request.encode(), SILENCE_S)
-            head = memoryview(bytearray(protocol.FRAME_BYTES))
+            have, is_flowing = 0, False
             while not share.is_whole(tree) and share.error is None:
-                await link.receive(head, SILENCE_S)
-                frame = protocol.decode_frame(head, node, nodes)
+                buffer = buffer or share.take_buffer(count * TREE_COUNT + tree)
+                # Where chunks flow, one wake-up for a chunk with its head.
+                room = buffer.frame if is_flowing else buffer.frame[: protocol.FRAME_BYTES]
+                have = await link.fill(room, have, protocol.FRAME_BYTES, SILENCE_S)
+                frame = protocol.decode_frame(buffer.frame[: protocol.FRAME_BYTES], node, nodes)
                 if plan.source == node:
                     plan.offered(time.monotonic(), frame.offer)
                 if frame.kind == protocol.BEAT:
@@ -650,8 +656,11 @@ class Exchange(Closing):
                 if node not in (plan.source, plan.helper):
                     return Reason.CIRCLE
                 if frame.kind == protocol.LIST:
+                    if is_flowing:
+                        raise CorruptError("a list of chunks behind a chunk")
                     listed = memoryview(bytearray(frame.length))
                     share.accept_list(await link.receive(listed, SILENCE_S, moved))
+                    buffer, have = None, 0
                 elif frame.kind == protocol.CHUNK:
                     index, chunks = count * TREE_COUNT + tree, share.chunks
                     if chunks is None or index >= len(chunks.lengths):
@@ -660,16 +669,23 @@ class Exchange(Closing):
                         raise CorruptError(f"chunk {index} has another length than it should")
                     if share.has[index] and plan.source == node and plan.helper is not None:
                         return Reason.OVERTAKEN
-                    buffer = share.take_buffer(frame.length)
-                    data = await link.receive(buffer.data[: frame.length], SILENCE_S, moved)
-                    self._accept_chunk(share, index, data)
+                    moved(have - protocol.FRAME_BYTES)
+                    await link.fill(buffer.frame, have, len(buffer.frame), SILENCE_S, moved)
+                    self._accept_chunk(share, index, buffer.data)
                     share.keep(buffer, index)
-                    count += 1
+                    buffer, have, is_flowing, count = None, 0, True, count + 1
                     plan.count = share.counts[tree]
                     if count == plan.length:
                         return Reason.WHOLE
+                else:
+                    # What has come behind a beat begins the next frame.
+                    have -= protocol.FRAME_BYTES
+                    buffer.frame[:have] = bytes(buffer.frame[protocol.FRAME_BYTES :][:have])
+                    is_flowing = have > 0
             return Reason.CLOSED
         finally:
+            if buffer is not None:
+                share.release(buffer)
             link.close()
 
     async def _read_store(self, share: _Share, tree: int, fed: SourceRecord) -> None:
@@ -798,8 +814,10 @@ class Exchange(Closing):
 
     async def _serve(self, sock: socket.socket, host: str) -> None:
         """Answer the requests of one connection."""
+        link: Link | None = None
         try:
-            link, child = await welcome(sock, self._own, self._key, _PROOF_S)
+            link = Link(sock)
+            child = await welcome(link, self._own, self._key, _PROOF_S)
             asked = memoryview(bytearray(protocol.REQUEST_BYTES))
             for _ in range(_REQUESTS_MAX):
                 async with asyncio.timeout(_IDLE_S):
@@ -828,7 +846,7 @@ class Exchange(Closing):
         except (OSError, TimeoutError):
             pass
         finally:
-            sock.close()
+            (link or sock).close()
             self._guest_sockets.discard(sock)
             self._guests[host] -= 1
             self._guests += Counter()  # forget those with none
@@ -863,8 +881,9 @@ class Exchange(Closing):
             return
         if count == 0 and is_member and share.plans:
             share.plans[tree].began(time.monotonic(), child)
-        stream = _Stream()
+        stream, more = _Stream(), Waiter(self._loop)
         share.streams.add(stream)
+        share.waiting[tree].add(more)
         try:
             while share.error is None:
                 chunks = share.chunks
@@ -874,29 +893,29 @@ class Exchange(Closing):
                     head = protocol.encode_frame(
                         protocol.LIST, len(data), share.offer(self._own, tree)
                     )
-                    await link.send(head + data, _STALLED_S)
+                    await link.send(head, _STALLED_S, data)
                 elif chunks is not None and count < share.counts[tree]:
                     index = count * TREE_COUNT + tree
                     length, count = chunks.lengths[index], count + 1
                     head = protocol.encode_frame(
                         protocol.CHUNK, length, share.offer(self._own, tree)
                     )
-                    await link.send(head, _STALLED_S, more=True)
                     latest = share.latest[tree]
                     if latest is not None and latest.index == index:
                         latest.senders += 1
                         try:
-                            await link.send(latest.data[:length], _STALLED_S)
+                            await link.send(head, _STALLED_S, latest.data)
                         finally:
                             latest.senders -= 1
                             share.release(latest)
                     else:
+                        await link.send(head, _STALLED_S, more=True)
                         await link.send_file(share.file, chunks.offsets[index], length, _STALLED_S)
                 elif share.is_whole(tree):
                     return
                 else:
                     stream.sending_s = None
-                    if not await share.more(tree, HEARTBEAT_S):
+                    if not await more.wait(HEARTBEAT_S):
                         silent_s = max(0.0, time.monotonic() - share.bytes_moved_s(tree))
                         beat = protocol.encode_frame(
                             protocol.BEAT, int(silent_s * 1000), share.offer(self._own, tree)
@@ -904,6 +923,8 @@ class Exchange(Closing):
                         await link.send(beat, _STALLED_S)
         finally:
             share.streams.discard(stream)
+            share.waiting[tree].discard(more)
+            more.close()
 
     async def _awaited(self, link: Link, name: bytes) -> _Share:
         """Wait until this node joins an object. Raises: TimeoutError, ConnectionError."""
