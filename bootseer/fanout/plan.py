@@ -303,6 +303,9 @@ class SourcePlan:
         """When the source got a chunk last."""
         self._path_changed_s = self._source_moved_s = now_s
         """When a node of the path last changed its source; when the source itself did."""
+        self._source_path: tuple[int, ...] = ()
+        self._path_age_s = 0.0
+        """Path of the source, and the age of the job when the source said so."""
         self._patience = 1.0
         self._asked: tuple[int, ...] | None = None
         """Nodes that are being asked."""
@@ -338,10 +341,7 @@ class SourcePlan:
         self._alive_s, last = now_s, self._offer
         if offer.count != last.count:
             self._chunk_s = now_s
-        if offer.path != last.path:
-            self._path_changed_s = now_s
-            if offer.path[:1] != last.path[:1]:
-                self._source_moved_s = now_s
+        self._note_path(now_s, offer)
         if last.count <= self.count < offer.count:
             self._offered_s = now_s
         self._offer = offer
@@ -353,6 +353,16 @@ class SourcePlan:
     def above(self, moved_s: float) -> None:
         """Note when bytes came to the source, or to a node above it, of which none came here."""
         self._above_s = max(self._above_s, moved_s)
+
+    def _note_path(self, now_s: float, offer: Offer) -> None:
+        """Note the path of the source, unless a later one is known: answers overtake chunks."""
+        if offer.age_s < self._path_age_s:
+            return
+        last, self._source_path, self._path_age_s = self._source_path, offer.path, offer.age_s
+        if offer.path != last:
+            self._path_changed_s = now_s
+            if offer.path[:1] != last[:1]:
+                self._source_moved_s = now_s
 
     def began(self, now_s: float, node: int, age_s: float = 0.0) -> None:
         """Note that a node began `age_s` ago."""
@@ -525,6 +535,7 @@ class SourcePlan:
         assert self.source is not None
         lead, answer = self._lead, offers.pop(self.source, None)
         source = answer or self._offer
+        self._note_path(now_s, source)
         low_s = now_s - self._meter.good_s
         above_s = min(self._above_s, self._meter.arrived_s + _ABOVE_S)
         starved_s = now_s - max(self._meter.good_s, self._path_changed_s)
@@ -746,6 +757,7 @@ class SourcePlan:
     def _take(self, now_s: float, source: int, reason: Reason | None) -> Take:
         leaves_store, self.source = self.source == STORE, source
         self._offer = Offer(source, 0, 0, ())
+        self._source_path, self._path_age_s = (), 0.0
         self._alive_s = self._since_s = now_s
         self._ask_s = now_s + _ASK_PAUSE_S
         self._search_count, self._searched = 0, set()

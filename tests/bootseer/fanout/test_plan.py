@@ -163,6 +163,31 @@ def test_a_source_that_had_nothing_to_send_is_not_slow_yet(is_slow: bool) -> Non
     assert moves[:1] == ([Reason.SLOW] if is_slow else [])
 
 
+def test_a_source_that_has_just_moved_is_given_time() -> None:
+    """A named fault: nodes below a slow one left a parent that had just gone round the slow one.
+
+    The parent's answer says so before its chunks do. Some took the slow node itself instead.
+    """
+    plan = SourcePlan(Trees(15), 0, 0, chunk_bytes=1e5, random=lambda: 0.5, now_s=0.0)
+    plan.length = 100
+    plan.step(0.0)
+    moved_s = []
+    for tick in range(1, 40):
+        now_s = tick / 10
+        # Until 2 s 20 chunks come each second, then two: node 3 is slow. At 2.8 s node 1 leaves it.
+        plan.count = min(2 * tick, 40 + max(0, tick - 20) // 5)
+        plan.received(now_s, plan.count * 100_000)
+        plan.offered(now_s, Offer(1, plan.count, 2, (3, 7, STORE), age_s=min(now_s, 2.7)))
+        step = plan.step(now_s)
+        if isinstance(step, Ask):
+            path = (3, 7, STORE) if now_s < 2.8 else (7, STORE)
+            top = Offer(7, 2 * tick, 1, (STORE,))
+            slow = Offer(3, plan.count, 1, (7, STORE), is_low=True)
+            step = plan.answered(now_s, [Offer(1, plan.count, 2, path, age_s=now_s), slow, top])
+        moved_s += [now_s] if isinstance(step, Take) else []
+    assert moved_s[0] > 3.3
+
+
 def test_a_source_that_sent_wrong_bytes_is_never_asked_again() -> None:
     plan = plan_of(0)
     plan.step(0.0)
