@@ -1,12 +1,15 @@
 """Discrete-event simulation of the fan-out: the real plan, simulated clocks, lines and faults.
 
 Each node has a line with a rate both ways. A chunk takes as long as the fuller one of the two lines
-needs, shared evenly by the streams that are busy when the chunk begins. Between chunks and looks at
-the clock nothing happens, so that 10,000 nodes take a minute.
+needs, shared evenly by the streams that are busy when the chunk begins. Racks have an uplink with a
+rate both ways, which is shared in the same way. Between chunks and looks at the clock nothing
+happens, so that 10,000 nodes take a minute.
 """
 
 import heapq
+import math
 import random
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +51,14 @@ class World:
     joined_s: dict[int, float] = field(default_factory=dict)
     """When a node begins, where that is not 0."""
     absent: tuple[int, ...] = ()
+    racks: int = 1
+    uplink_rate: float = 0.0
+    """Bytes per second of the uplink of each rack, both ways; 0: without limit."""
     seed: int = 1
+
+    def rack(self, node: int) -> int:
+        """Return the rack of a node; STORE is in none of them."""
+        return STORE if node == STORE else node * self.racks // self.nodes
 
 
 @dataclass
@@ -62,6 +72,8 @@ class Outcome:
     """Seconds until its first chunk."""
     copies: float
     """Bytes that the store sent, by the size of the object."""
+    uplink_copies: float
+    """Bytes that came by the busiest uplink of a rack, by the size of the object."""
     moves: list[tuple[float, int, int, Take]]
 
     @property
@@ -137,7 +149,8 @@ class Simulation:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.trees = Trees(world.nodes)
+        places = [(str(world.rack(node)),) for node in range(world.nodes)]
+        self.trees = Trees(world.nodes, places if world.racks > 1 else ())
         self.dice = random.Random(world.seed)
         self.now_s = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -147,6 +160,10 @@ class Simulation:
         self.store = _Node(STORE, world.store_rate or world.rate, 0.0)
         self.store.count = list(self._lengths)
         self.store_bytes = self._turn = self.helps = 0
+        self._crossing: defaultdict[tuple[int, bool], set[_Stream]] = defaultdict(set)
+        """Busy streams out of (True) and into each rack."""
+        self._came: Counter[int] = Counter()
+        """Chunks that came to each rack by its uplink."""
         self.done_s: dict[int, float] = {}
         self.moves: list[tuple[float, int, int, Take]] = []
 
@@ -174,6 +191,7 @@ class Simulation:
             took_s={n: self.done_s[n] - self.nodes[n].start_s for n in sound},
             first_s={n: self.nodes[n].first_s - self.nodes[n].start_s for n in sound},
             copies=self.store_bytes / (world.chunks * world.chunk_bytes),
+            uplink_copies=max(self._came.values(), default=0) / world.chunks,
             moves=self.moves,
         )
 
@@ -317,8 +335,7 @@ class Simulation:
                 part = min(1.0, (self.now_s - stream.begun_s) / stream.took_s)
                 stream.child.dropped[stream.tree] += part
             if stream.is_busy and not stream.is_stuck:
-                stream.source.busy_out -= 1
-                stream.child.busy_in -= 1
+                self._set_busy(stream, -1)
 
     def _pump(self, stream: _Stream) -> None:
         source, child, tree = stream.source, stream.child, stream.tree
@@ -327,28 +344,58 @@ class Simulation:
         if stream.next >= source.count[tree] or stream.next >= self._lengths[tree]:
             return
         stream.is_busy = True
-        source.busy_out += 1
-        child.busy_in += 1
+        self._set_busy(stream, 1)
         sent = _share(source.rate, [one.child.rate / one.child.busy_in for one in source.sending()])
         limits = [
             sent if one is stream else one.source.rate / one.source.busy_out
             for one in child.receiving()
         ]
-        rate = min(sent, _share(child.rate, limits))
+        rate = min(sent, _share(child.rate, limits), self._uplink_share(stream))
         stream.begun_s, stream.took_s = self.now_s, self.world.chunk_bytes / rate
         told = None if source is self.store else self._offer(source, tree)
         self._at(self.now_s + stream.took_s, self._sent, stream, told)
+
+    def _set_busy(self, stream: _Stream, change: int) -> None:
+        stream.source.busy_out += change
+        stream.child.busy_in += change
+        for uplink in self._uplinks(stream):
+            if change > 0:
+                self._crossing[uplink].add(stream)
+            else:
+                self._crossing[uplink].discard(stream)
+
+    def _uplinks(self, stream: _Stream) -> list[tuple[int, bool]]:
+        """Return the uplinks of a stream, each with whether it leaves the rack."""
+        source = self.world.rack(stream.source.number)
+        child = self.world.rack(stream.child.number)
+        if self.world.racks == 1 or source == child:
+            return []
+        return [*([] if source == STORE else [(source, True)]), (child, False)]
+
+    def _uplink_share(self, stream: _Stream) -> float:
+        """Return what the uplinks leave to a busy stream."""
+        rates = [math.inf]
+        for uplink in self._uplinks(stream) if self.world.uplink_rate else ():
+            limits = [
+                math.inf
+                if one is stream
+                else min(one.source.rate / one.source.busy_out, one.child.rate / one.child.busy_in)
+                for one in self._crossing[uplink]
+            ]
+            rates.append(_share(self.world.uplink_rate, limits))
+        return min(rates)
 
     def _sent(self, stream: _Stream, told: Offer | None) -> None:
         if not stream.is_open or stream.source.fault:
             return
         if stream.child.fault:
-            stream.source.busy_out -= 1  # what was sent last lies in its buffers
+            self._set_busy(stream, -1)  # what was sent last lies in buffers
             stream.is_stuck = True
             return
         stream.is_busy = False
-        stream.source.busy_out -= 1
-        stream.child.busy_in -= 1
+        self._set_busy(stream, -1)
+        for rack, is_leaving in self._uplinks(stream):
+            self._came[rack] += not is_leaving
         stream.next += 1
         if told is None:
             self.store_bytes += self.world.chunk_bytes

@@ -496,8 +496,13 @@ class SourcePlan:
             return self._take(now_s, self._parent, Reason.PARENT)
         if not self._is_crowded:
             return None
-        room = self._offer.streams - 1
-        fewer = [one for one in by_node.values() if not one.is_low and one.streams < room]
+        room, rack = self._offer.streams - 1, self._trees.rack(self._node)
+        fewer = [
+            one
+            for one in by_node.values()
+            if not one.is_low
+            and one.streams + (one.node not in rack) < room + (self.source not in rack)
+        ]
         best = self._choose(now_s, fewer, self.count)
         if best is None:
             self._search(now_s, by_node)
@@ -685,10 +690,12 @@ class SourcePlan:
     def _choose(self, now_s: float, offers: Iterable[Offer], least_count: int) -> int | None:
         """Return a node that has so many chunks and feeds few; None: there is none.
 
-        Not the one that is furthest: a member who lies would be everybody's choice.
+        The uplinks of racks are full when all is well, so that a node of another rack has to feed
+        fewer. Not the one that is furthest: a member who lies would be everybody's choice.
         """
+        rack = self._trees.rack(self._node)
         fit = [
-            (one.is_low, max(one.streams, 1), self._random(), one.node)
+            (one.is_low, max(one.streams, 1) + (one.node not in rack), self._random(), one.node)
             for one in offers
             if one.count >= least_count and self._can_use(now_s, one)
         ]

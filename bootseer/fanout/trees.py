@@ -11,6 +11,7 @@ therefore entered at most four times over both trees, and left as often: its upl
 object at most twice. Pure.
 """
 
+import itertools
 from collections.abc import Sequence
 
 TREE_COUNT = 2
@@ -33,6 +34,12 @@ class Trees:
         """
         self.node_count = node_count
         cuts = _cuts(places)
+        bounds = [0, *(cut for cut, _ in cuts), node_count]
+        self._racks = [
+            range(first, end)
+            for first, end in itertools.pairwise(bounds)
+            for _ in range(first, end)
+        ]
         self._parents = [_parents(node_count, tree, cuts) for tree in range(TREE_COUNT)]
         self._children: list[list[list[int]]] = []
         for parents in self._parents:
@@ -80,6 +87,10 @@ class Trees:
             if len(found) < count:
                 found += self._children[tree][node]
         return found
+
+    def rack(self, node: int) -> range:
+        """Return the nodes of the same place, `node` among them."""
+        return self._racks[node]
 
     def root(self, tree: int) -> int:
         """Return the node that reads the store."""

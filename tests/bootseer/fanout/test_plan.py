@@ -91,6 +91,22 @@ def test_nodes_that_begin_late_read_from_those_that_began_last() -> None:
     assert outcome.copies < 1.2
 
 
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_nodes_that_move_leave_the_uplinks_of_racks_to_the_trees(seed: int) -> None:
+    """A named fault: nodes that had begun late took free places in the other rack."""
+    dice = random.Random(seed)
+    joined_s = {n: 2 * dice.random() for n in range(16)}
+    outcome = run(World(16, racks=2, uplink_rate=2e6, joined_s=joined_s, seed=seed))
+    assert outcome.uplink_copies < 1.1
+    assert outcome.ratio < 1.35
+
+
+def test_an_uplink_carries_an_object_once_where_nobody_moves() -> None:
+    outcome = run(World(16, racks=2, uplink_rate=2e6))
+    assert outcome.uplink_copies == 1
+    assert outcome.ratio < 1.1
+
+
 @pytest.mark.parametrize(("lost", "slow"), [((), (91, 92)), ((187,), (155,))])
 def test_places_that_two_faulty_nodes_leave_free_are_found(
     lost: tuple[int, ...], slow: tuple[int, ...]
