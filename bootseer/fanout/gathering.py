@@ -18,7 +18,6 @@ docs/format/fanout.md. Any thread.
 import asyncio
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -29,9 +28,8 @@ from bootseer.base.content_digest import content_digest
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.fanout import protocol
 from bootseer.fanout.connection import connect
-from bootseer.fanout.local import HEAD
+from bootseer.fanout.local import HEAD, connected, fanout_address
 from bootseer.fanout.protocol import Hello, Request
-from bootseer.served.control import is_trusted_peer
 from bootseer.settings.config import Settings
 from bootseer.timeline.stored import OBJECT_BYTES_MAX, SUFFIX, encode_gathered, timeline_name
 
@@ -62,17 +60,10 @@ def hand_over(settings: Settings, name: str, packed: bytes) -> bool:
 
     Returns False where it is not in the store then: publish it. Waits for `_LIMIT_S` at most.
     """
-    # Here: it is imported by the process that it names.
-    from bootseer.fanout.host import socket_name
-
     if not settings.fanout or len(packed) > TIMELINE_BYTES_MAX:
         return False
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_LIMIT_S)
-            connection.connect(socket_name(settings))
-            if not is_trusted_peer(connection):
-                return False
+        with connected(fanout_address(settings), _LIMIT_S) as connection:
             told = name.encode()
             connection.sendall(HEAD.pack(MAGIC, len(told), len(packed)) + told + packed)
             return connection.recv(1) == KEPT

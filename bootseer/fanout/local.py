@@ -265,6 +265,23 @@ def fanout_address(settings: Settings) -> bytes:
     return socket_name(settings)
 
 
+def connected(address: bytes, limit_s: float) -> socket.socket:
+    """Return a connection to the process of a start at `fanout_address`, each step of `limit_s`.
+
+    Raises: OSError if there is no process, or it is another user's.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(limit_s)
+        connection.connect(address)
+        if not is_trusted_peer(connection):
+            raise ConnectionRefusedError("another user's process has the name of the fan-out")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 class SharedRanges(Closing):
     """Ranges of stored objects that the fan-out of a start brings."""
 
@@ -372,12 +389,8 @@ def _ask(name: bytes, wanted: SharedObject) -> _Arriving | None:
 
     Raises: OSError if no process takes part.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection = connected(name, _JOIN_S)
     try:
-        connection.settimeout(_JOIN_S)
-        connection.connect(name)
-        if not is_trusted_peer(connection):
-            raise ConnectionRefusedError("another user's process has the name of the fan-out")
         connection.sendall(wanted.encode())
         if not wanted.is_wanted:
             connection.close()

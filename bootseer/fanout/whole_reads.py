@@ -14,7 +14,6 @@ Any thread. Modules of the fan-out are imported by starts that have one.
 """
 
 import logging
-import socket
 import struct
 from collections.abc import Sequence
 
@@ -109,17 +108,11 @@ def _ask(settings: Settings, key: str) -> tuple[bytes, bool] | None:
 
     Returns None if the caller has to read the store.
     """
-    from bootseer.fanout.host import socket_name
-    from bootseer.fanout.local import HEAD
-    from bootseer.served.control import is_trusted_peer
+    from bootseer.fanout.local import HEAD, connected, fanout_address
 
     text = key.encode()
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_JOIN_S)
-            connection.connect(socket_name(settings))
-            if not is_trusted_peer(connection):
-                return None
+        with connected(fanout_address(settings), _JOIN_S) as connection:
             connection.settimeout(_ANSWER_S)
             connection.sendall(HEAD.pack(QUESTION, len(text), 0) + text)
             with connection.makefile("rb") as answer:
