@@ -12,7 +12,12 @@ import pytest
 from bootseer.errors import InvalidInputError, exit_code_of
 from bootseer.launch.doctor import CheckStatus, examine
 from bootseer.linux.ownership import Owners, fault_of_folder, parse_owners
-from bootseer.linux.private_files import make_private_directory, open_private_directory
+from bootseer.linux.private_files import (
+    make_private_directory,
+    open_private_directory,
+    write_private_file,
+)
+from bootseer.served.service import LINK, ServiceState, new_service_dir, read_state, write_state
 from bootseer.settings.config import Config, load_config
 from bootseer.timeline import Timeline
 from testbed.needs import MissingError
@@ -406,3 +411,23 @@ def test_a_folder_that_only_a_capability_opens_can_be_written(tmp_path: Path) ->
     words = [*user, sys.executable, "-c", code, str(own / "missing")]
     done = subprocess.run(words, capture_output=True, text=True, cwd="/", check=True, timeout=60)
     assert done.stdout == "None\n"
+
+
+@root_only
+def test_a_service_that_another_user_describes_is_none(tmp_path: Path) -> None:
+    """Its state says what to unmount, kill and remove."""
+    folder = new_service_dir(tmp_path)
+    state = ServiceState(folder.name, "", "", "", "/mnt", 1, 1, LINK)
+    write_state(folder, state)
+    assert read_state(folder) == state
+    os.chown(folder / "state.json", NOBODY, NOBODY)
+    assert read_state(folder) is None
+
+
+def test_a_file_that_cannot_be_replaced_leaves_no_other(tmp_path: Path) -> None:
+    place = tmp_path / "folder"
+    (place / "file").mkdir(parents=True)
+    place.chmod(0o700)
+    with pytest.raises(IsADirectoryError):
+        write_private_file(place / "file", b"x")
+    assert os.listdir(place) == ["file"]
