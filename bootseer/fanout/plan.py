@@ -79,9 +79,10 @@ _STAND_IN_BEHIND_S, _PARENT_BEHIND_S = 1.5, 0.6
 _ASK_PAUSE_S, _CROWDED_PAUSE_S, _STORE_PAUSE_S, _PARENT_PAUSE_S = 0.3, 0.5, 0.5, 0.5
 _RETRY_S = 0.15
 _PATIENCE_MAX, _LINE_PATIENCE = 8.0, 4.0
-_ABOVE_S = 30.0
+_ABOVE_S = 10.0
 """How long a node that gets nothing waits while bytes come to the nodes above it: on a slow line,
-one chunk takes long, and every node that reads the store makes it slower."""
+one chunk takes long, and every node that reads the store makes it slower. No longer, since a source
+may lie about that."""
 _FULL_S = 1.0
 """How long a node without a source waits for room at nodes that are ahead."""
 _SETTLED_S = 3.0
