@@ -1126,8 +1126,11 @@ class Model:
         moved = self.files.get(source)
         if moved is None:
             raise DeviationError("a file that nobody has published was renamed")
+        # What another node has replaced a moment before is shown under the new name as well.
+        stale = [past for past in self._recent(mount) if past.path == source]
         self._replace(mount, target, moved)
         self._replace(mount, source, None)
+        self._past += [_Past(p.until_s, p.mount, target, p.was) for p in stale if p.was != "dir"]
         for one in moving:
             one.name = target
 

@@ -306,3 +306,16 @@ def test_which_of_two_made_a_name_may_be_an_open_question(history: History) -> N
     history.see(OK, "fsync", "A1", slot="one")
     history.model.answer("a", shown(b""))
     history.see(shown(b""), "peek", "B1", path="a")
+
+
+def test_a_size_that_another_node_changed_may_be_a_second_old_after_a_rename(
+    history: History,
+) -> None:
+    """Regression: a file that this node renamed had to show its new size at once."""
+    history.save("a", 1, LARGE)
+    history.save("a", 2, SMALL, who="B1")
+    names: Any = {"source": "a", "target": "b", "replace": True, "target_is_file": True}
+    history.see(OK, "rename", "A1", after_s=0.1, **names)
+    history.see({"ok": LARGE}, "stat", "A2", path="b", after_s=0.1)
+    with deviates():
+        history.see({"ok": LARGE}, "stat", "A2", path="b", after_s=2.0)
