@@ -38,7 +38,8 @@ _WAITING_MAX = 1000
 """Most timelines, and most image mounts, that wait. Each takes about 2 kB of memory."""
 _KNOWN_WITHIN_S = 30.0
 """CRI lists a container soon after its snapshot is made; it never lists a sandbox's snapshot."""
-_POLL_S = 0.2
+_FIRST_POLL_S, _POLL_MAX_S = 0.2, 5.0
+"""The pause doubles: containerd logs each question for a container unknown to CRI as an error."""
 
 
 class PodStart(Struct, frozen=True):
@@ -191,10 +192,13 @@ class ImageMountStages:
     containerd, a moment later, which pod each container belongs to.
     """
 
-    def __init__(self, settings: Settings, socket: Path) -> None:
-        """`socket` is containerd's."""
+    def __init__(
+        self, settings: Settings, socket: Path, known_within_s: float = _KNOWN_WITHIN_S
+    ) -> None:
+        """`socket` is containerd's, which knows each container within `known_within_s`."""
         self._settings = settings
         self._socket = socket
+        self._known_within_s = known_within_s
         # Mounts whose container is not known yet, each with its deadline; the oldest are dropped.
         self._waiting: deque[tuple[ImageMount, float]] = deque(maxlen=_WAITING_MAX)
         self._wake = threading.Event()
@@ -205,20 +209,24 @@ class ImageMountStages:
 
     def add(self, mount: ImageMount) -> None:
         """Write the mount as a stage of the container's pod as soon as the pod is known."""
-        self._waiting.append((mount, time.monotonic() + _KNOWN_WITHIN_S))
+        self._waiting.append((mount, time.monotonic() + self._known_within_s))
         self._wake.set()
 
     def _run(self) -> None:
         while True:
             self._wake.wait()
             self._wake.clear()
+            pause_s = _FIRST_POLL_S
             while self._waiting:
                 for _ in range(len(self._waiting)):
                     mount, until_s = self._waiting.popleft()
                     if not self._write(mount) and time.monotonic() < until_s:
                         self._waiting.append((mount, until_s))
-                if self._waiting:
-                    time.sleep(_POLL_S)
+                if self._waiting and self._wake.wait(pause_s):
+                    self._wake.clear()
+                    pause_s = _FIRST_POLL_S
+                else:
+                    pause_s = min(2 * pause_s, _POLL_MAX_S)
 
     def _write(self, mount: ImageMount) -> bool:
         """Write the stage; return False if the container is not known yet."""
