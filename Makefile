@@ -72,6 +72,7 @@ test-containerd-2: system-test $(VENV)/ready
 test-kubernetes: $(VENV)/ready
 	$(call install_packages,$(KUBERNETES_PACKAGES))
 	$(BIN)/python -m pytest --timeout 900 tests/clusters/kubernetes
+	BOOTSEER_TEST_API_SERVER=1 $(BIN)/python -m pytest tests/bootseer/kubernetes tests/chart
 
 # On a real Slurm of two nodes, or four, each in namespaces of its own.
 test-slurm: $(VENV)/ready $(VENV)/formats
