@@ -51,6 +51,8 @@ class World:
     joined_s: dict[int, float] = field(default_factory=dict)
     """When a node begins, where that is not 0."""
     absent: tuple[int, ...] = ()
+    outage_s: tuple[float, float] = (0.0, 0.0)
+    """Between these times no node reaches another one; all reach the store."""
     racks: int = 1
     uplink_rate: float = 0.0
     """Bytes per second of the uplink of each rack, both ways; 0: without limit."""
@@ -176,6 +178,8 @@ class Simulation:
             else:
                 self._at(node.start_s, self._begin, node)
         self._at(world.fault_s, self._break)
+        if world.outage_s[1]:
+            self._at(world.outage_s[0], self._cut)
         for number in world.hostile:
             self.nodes[number].fault = "hostile"
         faulty = {*world.lost, *world.frozen, *world.slow, *world.absent, *world.hostile}
@@ -226,6 +230,15 @@ class Simulation:
         for number in self.world.slow:
             self.nodes[number].rate /= 10
 
+    def _cut(self) -> None:
+        for node in self.nodes:
+            for stream in node.fed_by:
+                if stream is not None and stream.source is not self.store:
+                    self._lost(stream, Reason.SILENT)
+
+    def _is_cut(self) -> bool:
+        return self.world.outage_s[0] <= self.now_s < self.world.outage_s[1]
+
     def _tick(self, node: _Node, tree: int) -> None:
         if node.fault or node.count[tree] == self._lengths[tree]:
             return
@@ -261,6 +274,7 @@ class Simulation:
         if node.fault:
             return
         there = [one for one in asked if one.fault == "hostile" or (one.plans and not one.fault)]
+        there = [] if self._is_cut() else there
         offers = [self._offer(one, tree) for one in there]
         self._do(node, tree, node.plans[tree].answered(self.now_s, offers))
 
@@ -303,7 +317,7 @@ class Simulation:
                 self._at(self.now_s + 0.1, self._lost, stream, Reason.WRONG)
         elif source.fault == "absent" or not source.plans:
             self._lost(stream, Reason.REFUSED)
-        elif source.fault:
+        elif source.fault or self._is_cut():
             self._at(self.now_s + ASK_S, self._lost, stream, Reason.REFUSED)
         else:
             is_child = self.trees.parent(stream.tree, child.number) == source.number

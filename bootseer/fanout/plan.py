@@ -87,6 +87,8 @@ _FULL_S = 1.0
 """How long a node without a source waits for room at nodes that are ahead."""
 _SETTLED_S = 3.0
 """How long a root looks for nodes that began before it and are ahead."""
+_STORE_CROWD = 2
+"""So many other nodes that read a tree from the store are too many: one is enough."""
 _TURN_S, _ALONE_S = 0.25, 0.3
 """Delay of each further level of a tree before its nodes read the store; how long a node that
 nobody answers waits."""
@@ -513,7 +515,8 @@ class SourcePlan:
     def _leave_store(self, now_s: float, offers: Sequence[Offer]) -> Take | None:
         """Return a node that is ahead, or one nearer to the root that reads the store, too.
 
-        A single node is not believed: another one must be fed by it.
+        A single node is not believed: another one must be fed by it. But where many read the store,
+        nobody is fed by anybody, and the line of the store is what all wait for.
         """
         least_count = self.count - self._lead
 
@@ -525,7 +528,8 @@ class SourcePlan:
             fed_count = max(1, min(self.count, one.count - self._lead))
             return any(one.node in child.path and child.count >= fed_count for child in offers)
 
-        better = [one for one in offers if is_better(one) and has_witness(one)]
+        is_crowded = sum(one.path == (STORE,) for one in offers) >= _STORE_CROWD
+        better = [one for one in offers if is_better(one) and (is_crowded or has_witness(one))]
         best = self._choose(now_s, better, 0)
         return None if best is None else self._take(now_s, best, Reason.AHEAD)
 

@@ -241,3 +241,14 @@ def test_a_node_waits_for_the_first_chunk_of_a_slow_line(is_moving: bool) -> Non
         if isinstance(plan.step(now_s), Ask):
             plan.answered(now_s, [offer, above])
     assert plan.source == (1 if is_moving else STORE)
+
+
+@pytest.mark.parametrize(("nodes", "hostile"), [(4, ()), (16, ()), (16, (0,)), (64, ())])
+def test_nodes_that_all_had_to_read_the_store_leave_it_again(
+    nodes: int, hostile: tuple[int, ...]
+) -> None:
+    """A named fault: after an outage between the nodes each went on reading the store, for good."""
+    world = World(nodes, chunks=512, outage_s=(2.0, 5.0), hostile=hostile)
+    outcome = run(world)
+    assert outcome.copies < 2
+    assert outcome.ratio < 2
