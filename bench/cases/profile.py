@@ -1,6 +1,6 @@
 """Is the right node blamed for a slow start of 10,000?
 
-A run takes two minutes on two quiet processors.
+A run takes three minutes on two quiet processors.
 """
 
 import contextlib
