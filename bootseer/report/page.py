@@ -5,11 +5,13 @@ the JSON is escaped for HTML, and the script inserts text only as text.
 """
 
 import base64
+import contextlib
+import itertools
 import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -221,8 +223,8 @@ def no_imports(part: StartFiles) -> Sequence[ImportRow]:
 
 
 def longest_imports(found: Iterable[Sequence[ImportRow]]) -> Sequence[ImportRow]:
-    """Return the imports that took most time, of several processes'."""
-    return max(found, key=_imports_us, default=[])
+    """Return the imports that took most time, of several processes'; [] if none took any."""
+    return max(itertools.chain([()], found), key=_imports_us) or []
 
 
 def _imports_us(rows: Sequence[ImportRow]) -> int:
@@ -232,12 +234,10 @@ def _imports_us(rows: Sequence[ImportRow]) -> int:
 
 def imports_of(bodies: Iterable[str]) -> Sequence[ImportRow]:
     """Return the imports of the process that spent most time in them; skip unreadable bodies."""
-    best: list[ImportRow] = []
+    return longest_imports(_readable(bodies))
+
+
+def _readable(bodies: Iterable[str]) -> Iterator[list[ImportRow]]:
     for body in bodies:
-        try:
-            rows = msgspec.json.decode(body, type=list[ImportRow])
-        except (ValueError, RecursionError):
-            continue
-        if _imports_us(rows) > _imports_us(best):
-            best = rows
-    return best
+        with contextlib.suppress(ValueError, RecursionError):
+            yield msgspec.json.decode(body, type=list[ImportRow])
