@@ -13,7 +13,7 @@ from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.file_writer import FileWriter
-from bootseer.fuse.striped.writing.resources import WriterResources
+from bootseer.fuse.striped.writing.part_set import WriterResources
 from bootseer.fuse.striped.writing.write_memory import WriteMemory
 from bootseer.store.backend import Backend
 

@@ -36,7 +36,7 @@ from bootseer.fuse.striped.writing.forms import (
     continue_form,
     looks_like_layout,
 )
-from bootseer.fuse.striped.writing.resources import WriterResources
+from bootseer.fuse.striped.writing.part_set import WriterResources
 from bootseer.fuse.striped.writing.tail import Data, Tail
 
 

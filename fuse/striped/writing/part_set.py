@@ -28,14 +28,25 @@ from msgspec import Struct
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, UnavailableError
 from bootseer.fuse.striped.layout import MAX_BLOCK_COUNT, PartFile, Segment, pack_checksums
 from bootseer.fuse.striped.names.stored import new_generation
+from bootseer.fuse.striped.names.striped_tree import StripedTree
+from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import generation_folder
 from bootseer.fuse.striped.writing.part import PartWriter
-from bootseer.fuse.striped.writing.resources import WriterResources
-from bootseer.fuse.striped.writing.write_memory import Charge
-from bootseer.store.backend import FileGroup, Piece
+from bootseer.fuse.striped.writing.write_memory import Charge, WriteMemory
+from bootseer.store.backend import Backend, FileGroup, Piece
 
 Result = TypeVar("Result")
 _POLL_S = 0.2
+
+
+class WriterResources(Struct, frozen=True, eq=False):
+    """Shared objects that each `FileWriter` of a storage uses."""
+
+    backend: Backend
+    tree: StripedTree
+    """Publishes the files."""
+    memory: WriteMemory
+    counters: Counters
 
 
 class UnitAssignment(Struct, frozen=True):
