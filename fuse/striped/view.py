@@ -19,6 +19,7 @@ from bootseer.fuse.striped.layout import (
     block_checksum,
 )
 from bootseer.store.backend import FileInfo
+from bootseer.transfer.ranges import Chunk
 
 
 class ByteRange(Struct, frozen=True):
@@ -167,6 +168,21 @@ class FileView:
         if self.layout is None:
             return "ordinary files"
         return f"part {self.source(span)[0].rpartition('/')[2]}"
+
+    def digested_units(self, length: int) -> list[Chunk]:
+        """Return the stripe units of the first `length` bytes as chunks of the parts.
+
+        The nodes of a start send each other these chunks, which the digests in the layout name. An
+        ordinary file has no digests, so the list is empty.
+        """
+        chunks = []
+        position, end = 0, min(length, self.size_bytes)
+        while position < end and self.layout is not None:
+            unit = self.unit_at(position)
+            path, offset = self.source(unit)
+            chunks.append(Chunk(path, offset, unit.length, self.digest(unit)))
+            position = unit.end
+        return chunks
 
     def digest(self, unit: ByteRange) -> bytes | None:
         """Return the BLAKE3 digest of a whole stripe unit; None for an ordinary file."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError, NotFoundError
-from bootseer.fuse.striped.reading.shared import shared_chunks
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import FileView
 from bootseer.store.backend import FileInfo
@@ -311,7 +310,7 @@ def _share(
     chunks: list[Chunk] = []
     cached_bytes, left_bytes = 0, budget_bytes
     for view in views:
-        found = shared_chunks(view, left_bytes)
+        found = view.digested_units(left_bytes)
         if can_be_shared(found):
             chunks += found
             cached_bytes += storage.reader.cached_bytes(view, left_bytes)

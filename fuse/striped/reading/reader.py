@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError, UnavailableError
 from bootseer.fuse.striped.memory import Memory
-from bootseer.fuse.striped.reading.shared import Sources
-from bootseer.fuse.striped.reading.unit_read import CopiedUnit, OpenFile, UnitRead
+from bootseer.fuse.striped.reading.unit_read import CopiedUnit, OpenFile, Sources, UnitRead
 from bootseer.fuse.striped.reading.window import CachedRead, Window, wait_for
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import ByteRange, FileView

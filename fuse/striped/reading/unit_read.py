@@ -9,17 +9,23 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from bootseer.errors import BootseerError, NotFoundError, UnavailableError
 from bootseer.fuse.striped.memory import Memory
 from bootseer.fuse.striped.reading.replicas import OpenedParts, Replicas
-from bootseer.fuse.striped.reading.shared import FANOUT_SOURCE, Sources
 from bootseer.fuse.striped.reading.streams import START_WINDOW_BYTES, StreamTracker
 from bootseer.fuse.striped.view import ByteRange, FileView
-from bootseer.store.backend import Reader
+from bootseer.store.backend import Backend, Reader
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.engine import JobState, ReadInto, ReadJob, Try
+
+if TYPE_CHECKING:
+    # Loaded only in a mount that a start with a fan-out uses.
+    from bootseer.fanout.local import SharedRanges
+
+FANOUT_SOURCE = "fan-out"
+"""Name, in the statistics, of the source of bytes that other nodes have sent."""
 
 _BLOCKS_AHEAD = 4
 # Units of each part within the window: one is handed to the reader, two are fetched, and one waits,
@@ -30,6 +36,18 @@ _MISSING_TRIES = 3
 
 Key: TypeAlias = tuple[str, int, bool]
 """Identity of the file, offset of the first byte, and whether the run is a whole stripe unit."""
+
+
+class Sources:
+    """Places that the stored bytes of a mount are read from.
+
+    A part belongs to one generation, so the fan-out never brings bytes of another generation.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.shared: SharedRanges | None = None
+        """Ranges of parts that the fan-out of a start brings; None if no start with one runs."""
 
 
 class OpenFile:

@@ -12,8 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from bootseer.fuse.striped.memory import Droppable, Memory, Tier
-from bootseer.fuse.striped.reading.shared import Sources
-from bootseer.fuse.striped.reading.unit_read import Key, OpenFile, UnitRead
+from bootseer.fuse.striped.reading.unit_read import Key, OpenFile, Sources, UnitRead
 from bootseer.fuse.striped.view import ByteRange, FileView
 from bootseer.transfer.engine import FetchEngine
 from bootseer.transfer.ranges import Priority

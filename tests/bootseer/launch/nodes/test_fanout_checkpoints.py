@@ -17,7 +17,6 @@ from bootseer.fanout import protocol
 from bootseer.fanout.keys import key_of
 from bootseer.fanout.objects import ChunkList, chunk_list
 from bootseer.fanout.trees import Trees
-from bootseer.fuse.striped.reading.shared import shared_chunks
 from bootseer.launch.fanout import find_plan
 from bootseer.settings.config import load_config
 from testbed.node import Node, attribute
@@ -63,7 +62,7 @@ class Site(FanoutNodes):
         local.write_bytes(data)
         with open_checkpoints(self.folder.as_uri(), stripe_unit_bytes=MIB) as storage:
             copy_in(storage, local, "step-1/model.pt")
-            chunks = shared_chunks(storage.tree.stored.view("step-1/model.pt"), len(data))
+            chunks = storage.tree.stored.view("step-1/model.pt").digested_units(len(data))
         return chunk_list([one.length for one in chunks], [one.digest or b"" for one in chunks])
 
     def read(self, nodes: Sequence[Node], data: bytes, attempt: int = 0) -> int:
