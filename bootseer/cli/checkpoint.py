@@ -650,7 +650,7 @@ def checkpoint_convert(
     old form or the new one. Files that fit into one stripe unit are always plain.
     """
     from bootseer.base.progress import ProgressBar
-    from bootseer.fuse.striped.tools.convert import convert_file, is_stored_as
+    from bootseer.fuse.striped.tools.copy import convert_file, is_stored_as
     from bootseer.fuse.striped.tools.copy_tree import views_below
 
     started_s = time.monotonic()

@@ -29,11 +29,10 @@ from bootseer.fuse.kernel.operations import (
     Operations,
     SetAttributes,
 )
-from bootseer.fuse.striped.mounted.callers import process_of
 from bootseer.fuse.striped.mounted.journal import Inherited, Journal, NodeKind
 from bootseer.fuse.striped.mounted.listing import Listings
 from bootseer.fuse.striped.mounted.nodes import Node, NodeTable
-from bootseer.fuse.striped.mounted.open_files import OpenFiles, opened_as
+from bootseer.fuse.striped.mounted.open_files import OpenFiles, opened_as, process_of
 from bootseer.fuse.striped.mounted.status import OpenFigures
 from bootseer.fuse.striped.names.stored import FileStatus, is_hidden, refuse
 from bootseer.fuse.striped.names.striped_tree import directory_of

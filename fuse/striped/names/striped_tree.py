@@ -2,17 +2,25 @@
 
 A file gets new content in one step: a rename, a put or a join, depending on the storage. Before an
 ordinary file is replaced, its content is read into memory for the mount's readers, or the file is
-moved aside; the parts of a striped file stay readable. Replaced parts are deleted later
-(`retired`). Changes are made one at a time; lookups (`stored`) do not wait for them. Thread-safe.
+moved aside; the parts of a striped file stay readable. Changes are made one at a time; lookups
+(`stored`) do not wait for them.
+
+Parts that no layout names any more are *retired*: they are deleted after a grace period for readers
+on other nodes, once no file of this mount has them open. After a crash, fsck finds and deletes
+them. Thread-safe.
 """
 
 import contextlib
 import errno
 import logging
+import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
+
+from msgspec import Struct
 
 from bootseer.errors import (
     BootseerError,
@@ -28,7 +36,6 @@ from bootseer.fuse.striped.layout import (
     encode_layout,
     may_be_layout,
 )
-from bootseer.fuse.striped.names.retired import RetiredParts
 from bootseer.fuse.striped.names.stored import (
     FileStatus,
     StoredNames,
@@ -42,21 +49,145 @@ from bootseer.fuse.striped.reading.unit_read import OpenFile
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder
 from bootseer.store.backend import Backend, FileInfo, Piece
-from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts
+from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts, Policy, dice
 
 _log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_MARKS_MAX = 1024
+_CHANGE_COUNTERS = 1024
 # A replaced or removed ordinary file of at most this size is kept in memory for its readers; a
 # larger one is moved aside.
 _PIN_MAX_BYTES = DEFAULT_STRIPE_UNIT_BYTES
+_SWEEP_S = 1.0
+# Well below the age (an hour) at which fsck deletes garbage.
+_MARK_EVERY_S = 900.0
+_CLOSE_TIMEOUT_S = 5.0
+# Deletions that fail are repeated with growing pauses.
+_AGAIN = Policy(attempts=math.inf, base_s=1.0, cap_s=300.0)
 
 
 def directory_of(path: str) -> str:
     """Return the directory part of a path; "" for a name in the root."""
     return path.rpartition("/")[0]
+
+
+class _Retired(Struct):
+    directory: str
+    generation: str
+    due_s: float
+    marked_s: float = -math.inf
+    marker: str = ""
+    failure_count: int = 0
+
+
+class RetiredParts:
+    """The retired generations of one storage, and the thread that deletes them."""
+
+    def __init__(self, backend: Backend, grace_s: float, in_use: Callable[[], set[str]]) -> None:
+        """`in_use` returns the generations that are open in this mount."""
+        self._backend = backend
+        self._grace_s = grace_s
+        self._in_use = in_use
+        self._folders: list[_Retired] = []
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def retire(self, directory: str, generations: set[str], *, were_visible: bool = True) -> None:
+        """Delete the folders of generations in `directory` once they have no readers.
+
+        Generations that were never visible have no readers anywhere, so they get no grace period.
+        """
+        due_s = time.monotonic() + (self._grace_s if were_visible else 0.0)
+        with self._lock:
+            self._folders += [_Retired(directory, name, due_s) for name in sorted(generations)]
+            if self._thread is None and not self._closed and self._folders:
+                self._thread = threading.Thread(target=self._run, name="stripe-delete", daemon=True)
+                self._thread.start()
+        if self._grace_s <= 0:
+            self.sweep()
+
+    def moved(self, source: str, target: str) -> None:
+        """Follow a rename of the directory `source` to `target`."""
+        with self._lock:
+            for retired in self._folders:
+                if retired.directory == source or retired.directory.startswith(source + "/"):
+                    retired.directory = target + retired.directory[len(source) :]
+
+    def take(self, directory: str) -> None:
+        """Forget the folders of one directory, which the caller removes."""
+        with self._lock:
+            self._folders = [retired for retired in self._folders if retired.directory != directory]
+
+    def sweep(self, *, all_due: bool = False) -> None:
+        """Delete the folders that are due and not in use. Failures are logged and tried again."""
+        now_s = time.monotonic()
+        used = self._in_use()
+        with self._lock:
+            due = [
+                retired
+                for retired in self._folders
+                if (all_due or retired.due_s <= now_s) and retired.generation not in used
+            ]
+            self._folders = [retired for retired in self._folders if retired not in due]
+            held = [
+                retired
+                for retired in self._folders
+                if retired.due_s <= now_s and retired.marked_s + _MARK_EVERY_S <= now_s
+            ]
+            for retired in held:
+                retired.marked_s = now_s
+        for retired in held:
+            self._mark(retired)
+        for retired in due:
+            self._delete(retired, is_last=all_due)
+
+    def _delete(self, retired: _Retired, *, is_last: bool) -> None:
+        folder = generation_folder(retired.directory, retired.generation)
+        try:
+            self._backend.delete(folder, recursive=True)
+        except Exception as error:
+            # No error may prevent the deletion of the other folders.
+            if is_last:
+                _log.warning("replaced parts stay behind for fsck: %s", error)
+                return
+            retired.failure_count += 1
+            pause_s = _AGAIN.delay_s(retired.failure_count, dice())
+            _log.warning("replaced parts are deleted in %.0f s: %s", pause_s, error)
+            with self._lock:
+                retired.due_s = time.monotonic() + pause_s
+                self._folders.append(retired)
+
+    def _mark(self, retired: _Retired) -> None:
+        """Put a new file into a folder that this mount still reads, so that fsck keeps it."""
+        folder = generation_folder(retired.directory, retired.generation)
+        # No error may prevent the deletions; the next round tries again.
+        with contextlib.suppress(Exception):
+            old, marker = retired.marker, f"open-{secrets.token_hex(8)}"
+            with self._backend.create(f"{folder}/{marker}") as writer:
+                writer.write(b"\n")
+            retired.marker = marker
+            if old:
+                self._backend.delete(f"{folder}/{old}")
+
+    def close(self) -> None:
+        """Delete all folders that are not in use, now."""
+        with self._lock:
+            self._closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+        self.sweep(all_due=True)
+
+    def _run(self) -> None:
+        while not self._wake.wait(_SWEEP_S):
+            try:
+                self.sweep()
+            except Exception:
+                # This thread must not end: nothing would be deleted any more.
+                _log.exception("replaced parts are deleted later")
 
 
 class StripedTree:
@@ -79,8 +210,8 @@ class StripedTree:
         self._patience_s = patience_s
         self._retired = RetiredParts(backend, grace_s, self._generations_in_use)
         self._changing = threading.Lock()
-        self._marks = [0] * _MARKS_MAX
-        """Count of begun and ended changes, by hash of the name; odd during a change."""
+        self._change_counts = [0] * _CHANGE_COUNTERS
+        """Begins and ends of changes, counted by hash of the path; odd during a change."""
 
     def close(self) -> None:
         """Delete replaced parts that are not open. The backend stays open."""
@@ -89,21 +220,21 @@ class StripedTree:
     def open(self, path: str) -> tuple[OpenFile, FileView]:
         """Open the file at `path` for reading; `close` of the reader must follow.
 
-        An ordinary file is opened before a change of its name, which then keeps it whole for its
-        readers, or after it.
+        An ordinary file is opened either before a change of its name begins, so that the change
+        keeps the content for this reader, or after the change has ended.
         """
-        mark = _mark_of(path)
-        before = self._marks[mark]
+        counter = _counter_of(path)
+        before = self._change_counts[counter]
         view = self.stored.view(path)
         file = self.reader.open(view)
-        is_settled = view.layout is not None or (before % 2 == 0 and self._marks[mark] == before)
-        if is_settled and file.view.path == view.path:
+        is_unchanged = before % 2 == 0 and self._change_counts[counter] == before
+        if (view.layout is not None or is_unchanged) and file.view.path == view.path:
             return file, view
         self.reader.close(file)
         with self._change():
             view = self.stored.view(path)
             file = self.reader.open(view)
-            # Other readers of the generation follow another node's rename.
+            # Another node may have renamed the file: all its readers read at the new path.
             file.view = view
             return file, view
 
@@ -191,7 +322,7 @@ class StripedTree:
     ) -> FileInfo:
         """Replace the file at `path` by `commit`; keep the parts of the generations `named`."""
         with self._change(path):
-            old = self._look(path)
+            old = self._current(path)
             if expected is not None and (old is None or old.identity != expected):
                 raise refuse(errno.ESTALE, path)
             self._keep_readers(old)
@@ -206,7 +337,7 @@ class StripedTree:
 
         def write() -> None:
             nonlocal is_again
-            # A file there is left from an earlier attempt of ours.
+            # An earlier attempt of this call may have left a file at the path.
             may_replace, is_again = overwrite or is_again, True
             with self.backend.create(path, overwrite=may_replace) as writer:
                 for piece in pieces:
@@ -215,7 +346,7 @@ class StripedTree:
         self._until_answered(write)
 
     def _move(self, source: str, target: str, *, overwrite: bool = False) -> None:
-        """Rename a new file, which no other process uses. Try again while the storage is away."""
+        """Rename a new file that no other process uses. Repeat while the storage is unreachable."""
         is_again = False
 
         def move() -> None:
@@ -250,9 +381,9 @@ class StripedTree:
         return True
 
     def _until_answered(self, step: Callable[[], Result]) -> Result:
-        """Return the result of `step`; call it again while the storage is gone.
+        """Return the result of `step`, which is repeated while the storage is unreachable.
 
-        An attempt that failed may have been carried out by the storage.
+        The storage may have carried out an attempt that failed.
         """
         attempts = Attempts(UNTIL_DEADLINE, self._patience_s)
         while True:
@@ -270,7 +401,7 @@ class StripedTree:
     def unlink(self, path: str) -> None:
         """Remove a file. Readers that have it open can still read it."""
         with self._change(path):
-            old = self._look(path)
+            old = self._current(path)
             if old is None:
                 raise NotFoundError(f"{path} does not exist")
             if old.layout is None and not self._pin_readers(old):
@@ -305,10 +436,9 @@ class StripedTree:
     ) -> None:
         """Rename a file whose next generation is being written.
 
-        `publish` makes that generation the file at `target`; the file at `source` is removed. If
-        the rename is refused, nothing is published.
-
-        `has_parts`: whether parts of it are stored, which cannot move to another directory.
+        The calls in `publish` make the next generation the file at `target`; then the file at
+        `source` is removed. If the rename is refused, nothing is published. `has_parts`: whether
+        parts of the next generation are stored, which cannot move to another directory.
         """
         with self._change():
             replaced = self._replaced(target, replace=replace)
@@ -344,7 +474,7 @@ class StripedTree:
         if is_striped and directory_of(moved.path) != directory_of(target):
             # The parts lie beside the layout, and the two cannot move in one step.
             raise refuse(errno.EXDEV, target)
-        old = self._look(target) if replaced is not None else None
+        old = self._current(target) if replaced is not None else None
         self._keep_readers(old)
         view = self._view_of(moved)
         self.backend.rename(moved.path, target, overwrite=replaced is not None)
@@ -418,13 +548,13 @@ class StripedTree:
             file.view = file.view.moved(to)
         self._retired.retire(parent, generations)
 
-    # ---- what is open stays readable --------------------------------------------------------
+    # ---- readers of files that are replaced or removed --------------------------------------
 
     def _readers_of(self, view: FileView) -> list[OpenFile]:
         """Return the open files that still read the stored file `view`.
 
-        The identity of an ordinary file does not tell which one it is: it begins with the name that
-        the file had when it was opened.
+        Identities of ordinary files cannot be compared: an identity begins with the path at which
+        the file was opened.
         """
         return [
             file
@@ -433,10 +563,10 @@ class StripedTree:
         ]
 
     def _keep_readers(self, old: FileView | None) -> None:
-        """Make the readers of an ordinary file safe before it is replaced.
+        """Keep the content of an ordinary file for its readers before the file is replaced.
 
-        The readers of one that is too large for memory get an error when they read on, never the
-        new file's bytes.
+        If the file is too large for memory, its readers get an error at their next read, and never
+        bytes of the new file.
         """
         if old is not None and old.layout is None:
             self._pin_readers(old)
@@ -451,7 +581,7 @@ class StripedTree:
         return True
 
     def _move_aside(self, view: FileView) -> None:
-        """Unlink a large ordinary file that is being read: it goes into the hidden folder."""
+        """Unlink a large ordinary file that is being read, by moving it into the hidden folder."""
         generation = new_generation()
         aside = f"{generation_folder(view.directory, generation)}/kept"
         self.backend.rename(view.path, aside)
@@ -468,10 +598,10 @@ class StripedTree:
                 used.add(file.view.directory.rpartition("/")[2])
         return used
 
-    # ---- every change of names --------------------------------------------------------------
+    # ---- steps of every change --------------------------------------------------------------
 
-    def _look(self, path: str) -> FileView | None:
-        """Return the file about to be replaced or removed; a damaged one as an ordinary file."""
+    def _current(self, path: str) -> FileView | None:
+        """Return the file at `path`, or None; a damaged striped file as an ordinary file."""
         try:
             info = self.backend.stat(path)
         except NotFoundError:
@@ -491,12 +621,13 @@ class StripedTree:
             return
         generations = set(_generations_of(old.layout) - keep)
         if generations and not self.backend.traits.one_step_rename:
-            # Where a rename is a copy and a delete, one that was cut short left two names.
-            generations -= self._named_in(old.directory)
+            # Here a rename is a copy and a delete. After one that was cut short, two layouts name
+            # the same generations.
+            generations -= self._generations_named_in(old.directory)
         self._retired.retire(old.directory, generations)
 
-    def _named_in(self, directory: str) -> set[str]:
-        """Return the generations that the files of a directory are made of."""
+    def _generations_named_in(self, directory: str) -> set[str]:
+        """Return the generations that the layouts in a directory name."""
         named: set[str] = set()
         for info in self.stored.entries(directory):
             if not info.is_dir and may_be_layout(info.size_bytes):
@@ -505,26 +636,26 @@ class StripedTree:
 
     @contextlib.contextmanager
     def _change(self, *paths: str) -> Iterator[None]:
-        """Hold the lock on changes of names and mark `paths` as changing."""
+        """Hold the lock on changes of names, and count the begin and end of a change of `paths`."""
         if not self._changing.acquire(timeout=self._patience_s):
             raise DeadlineError(
                 f"another change of names in {self.backend.url} has not ended within "
                 f"{self._patience_s:.0f} s"
             )
-        marks = {_mark_of(path) for path in paths}
+        counters = {_counter_of(path) for path in paths}
         try:
-            for mark in marks:
-                self._marks[mark] += 1
+            for counter in counters:
+                self._change_counts[counter] += 1
             yield
         finally:
-            for mark in marks:
-                self._marks[mark] += 1
+            for counter in counters:
+                self._change_counts[counter] += 1
             self._changing.release()
 
 
-def _mark_of(path: str) -> int:
-    """Return where the changes of a name are counted; other names may be counted there, too."""
-    return hash(path) % _MARKS_MAX
+def _counter_of(path: str) -> int:
+    """Return the number of the counter of changes that `path` shares with other paths."""
+    return hash(path) % _CHANGE_COUNTERS
 
 
 def _generations_of(layout: Layout | None) -> frozenset[str]:
@@ -536,3 +667,6 @@ def _is_same(view: FileView, other: FileView) -> bool:
     if view.layout is not None or other.layout is not None:
         return view.identity == other.identity
     return view.plain_version == other.plain_version
+
+
+_log = logging.getLogger(__name__)

@@ -1,22 +1,28 @@
-"""Reads of open files, as jobs of the fetch engine.
+"""Open files, and their reads as jobs of the fetch engine.
 
-A `UnitRead` is the read of a stripe unit of an open file, or of a block. It says where the bytes
-are stored, how they are checked, and which memory they go to. `window` keeps it with its bytes.
+A `UnitRead` is the read of a stripe unit of an `OpenFile`, or of a block: it says where the bytes
+are stored, how they are checked, and which memory they go to.
+
+A stored file has several readers (`Replicas`), because a reader reads each block from the same
+replica, and another reader may get another replica. hdfs-native neither says which DataNode serves
+nor lets its caller choose, so `Replicas` notes which readers were slow and fast at which block.
+Thread-safe. Opening waits as long as the backend does.
 """
 
 import errno
+import itertools
 import os
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, TypeAlias
 
 from bootseer.errors import BootseerError, NotFoundError, UnavailableError
 from bootseer.fuse.striped.memory import Memory
-from bootseer.fuse.striped.reading.replicas import OpenedParts, Replicas
 from bootseer.fuse.striped.reading.streams import START_WINDOW_BYTES, StreamTracker
 from bootseer.fuse.striped.view import ByteRange, FileView
-from bootseer.store.backend import Backend, Reader
+from bootseer.store.backend import Backend, HasDescriptor, Reader
+from bootseer.store.single_flight import SingleFlight
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.engine import JobState, ReadInto, ReadJob, Try
 
@@ -33,9 +39,116 @@ _BLOCKS_AHEAD = 4
 _ROUNDS_AHEAD = 4
 # A missing file may be seen a moment later, where several servers answer for the storage.
 _MISSING_TRIES = 3
+# Each reader may get another replica; a block rarely has more than three.
+_READERS_MAX = 5
+# Each reader holds a descriptor or the places of all blocks. A file that grew has many parts.
+_FILES_MAX = 64
+_DEFAULT_BLOCK_BYTES = 64 * 2**20
 
 Key: TypeAlias = tuple[str, int, bool]
 """Identity of the file, offset of the first byte, and whether the run is a whole stripe unit."""
+
+
+class Replicas:
+    """The readers of one stored file."""
+
+    def __init__(self, backend: Backend, path: str, is_checked: bool) -> None:
+        self._backend = backend
+        self._path = path
+        self._is_checked = is_checked
+        self._lock = threading.Lock()
+        self._readers: dict[int, Reader] = {}
+        self._numbers = itertools.count()
+        self._opening = SingleFlight()
+        self._block_bytes = _DEFAULT_BLOCK_BYTES
+        self._slow: set[tuple[int, int]] = set()
+        self._good: dict[int, int] = {}
+        """Number of the reader that was fast, by block."""
+
+    def pick(self, offset: int, avoided: Collection[int]) -> tuple[int, Reader]:
+        """Return the best reader for the block at `offset`, and its number.
+
+        Readers whose number is in `avoided` are not taken where there is another one, or one more
+        may be opened. Raises as opening does.
+        """
+        if avoided:
+            return self._best(offset, avoided) or self._open()
+        return self._opening.do("", lambda: self._best(offset, ()), self._open)
+
+    def _best(self, offset: int, avoided: Collection[int]) -> tuple[int, Reader] | None:
+        """Return the best open reader; None if another one should be opened."""
+        with self._lock:
+            block = self._block(offset)
+            others = [n for n in self._readers if n not in avoided]
+            good = self._good.get(block)
+            if good in others:
+                return good, self._readers[good]
+            for number in others:
+                if (number, block) not in self._slow:
+                    return number, self._readers[number]
+            if len(self._readers) >= _READERS_MAX:
+                # All readers were slow for this block, so not the replica but the storage is slow.
+                number = (others or list(self._readers))[-1]
+                return number, self._readers[number]
+            return None
+
+    def descriptor(self) -> HasDescriptor | None:
+        """Return the file as one that the kernel can read, if it is one. Raises as opening does."""
+        reader = self.pick(0, ())[1]
+        return reader if isinstance(reader, HasDescriptor) else None
+
+    def was_late(self, number: int, offset: int) -> None:
+        """Note that a reader was slow at `offset`."""
+        with self._lock:
+            block = self._block(offset)
+            self._slow.add((number, block))
+            if self._good.get(block) == number:
+                del self._good[block]
+
+    def was_good(self, number: int, offset: int) -> None:
+        """Note that a reader was fast at `offset`."""
+        with self._lock:
+            block = self._block(offset)
+            self._slow.discard((number, block))
+            self._good[block] = number
+
+    def drop(self, number: int) -> None:
+        """Drop a reader that failed: its knowledge of the file may be out of date."""
+        with self._lock:
+            self._readers.pop(number, None)
+
+    def _block(self, offset: int) -> int:
+        return offset // self._block_bytes
+
+    def _open(self) -> tuple[int, Reader]:
+        reader = self._backend.open_reader(self._path, is_checked=self._is_checked)
+        with self._lock:
+            number = next(self._numbers)
+            self._readers[number] = reader
+            self._block_bytes = reader.block_bytes or self._block_bytes
+            return number, reader
+
+
+class OpenedParts:
+    """The stored files behind one open file. They are closed when this is dropped."""
+
+    def __init__(self, *, are_checked: bool) -> None:
+        """`are_checked`: whether the layout has checksums for the bytes."""
+        self._are_checked = are_checked
+        self._lock = threading.Lock()
+        self._replicas: OrderedDict[str, Replicas] = OrderedDict()
+
+    def replicas(self, backend: Backend, path: str) -> Replicas:
+        """Return the readers of the stored file at `path`."""
+        with self._lock:
+            found = self._replicas.get(path)
+            if found is None:
+                found = self._replicas[path] = Replicas(backend, path, self._are_checked)
+                if len(self._replicas) > _FILES_MAX:
+                    self._replicas.popitem(last=False)
+            else:
+                self._replicas.move_to_end(path)
+            return found
 
 
 class Sources:

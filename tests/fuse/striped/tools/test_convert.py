@@ -13,7 +13,7 @@ from bootseer.errors import BusyError, InvalidInputError
 from bootseer.fuse.striped.layout import Layout, PartFile, Segment, encode_layout, part_size
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings
-from bootseer.fuse.striped.tools.convert import convert_file, is_stored_as
+from bootseer.fuse.striped.tools.copy import convert_file, is_stored_as
 from bootseer.fuse.striped.tools.copy_tree import CopyPlace, copy_tree, sizes_below
 from bootseer.fuse.striped.tools.fsck import check_tree, delete_garbage
 from bootseer.store.local.backend import LocalBackend
