@@ -67,7 +67,7 @@ class _Name(Struct, frozen=True):
 
 
 _NAME_FORM: DocumentFormat[_Name] = DocumentFormat(
-    type=_Name, what="a name of a snapshot (give it anew)", versions=(1,), size_max=4096
+    type=_Name, what="a name of a snapshot (give it anew)", version=1, size_max=4096
 )
 
 

@@ -180,17 +180,13 @@ def is_name(text: str) -> bool:
     return bool(_NAME.fullmatch(text)) and not _HEX.fullmatch(text)
 
 
-LAYERED_VERSION = 2
-"""Version of a manifest that refers to earlier blobs. A release that does not know such references
-must not read the manifest, since its garbage collector would delete the blobs."""
-
 MANIFEST_BYTES_MAX = 128 * 1024 * 1024
 INDEX_BYTES_MAX = 4 << 30
 FORM: DocumentFormat[Manifest] = DocumentFormat(
     type=Manifest,
     kind="bootseer-snapshot",
     kind_member="format",
-    versions=(1, LAYERED_VERSION),
+    version=1,
     size_max=MANIFEST_BYTES_MAX,
     checksum_member="digest",
     indent=1,
@@ -201,7 +197,7 @@ def encode(manifest: Manifest) -> bytes:
     """Return the manifest as JSON. Deterministic."""
     outside = manifest.outside if manifest.outside.paths else NOTHING_OUTSIDE
     stored = replace(manifest, outside=outside)
-    return FORM.encode(stored, LAYERED_VERSION if manifest.is_layered else None)
+    return FORM.encode(stored)
 
 
 def decode(data: bytes, expected: str | None = None) -> Manifest:
@@ -220,8 +216,6 @@ def decode(data: bytes, expected: str | None = None) -> Manifest:
         raise CorruptError(f"{where} does not match its fingerprint")
     if manifest.name and not is_name(manifest.name):
         raise CorruptError(f"{where} has an unusable name")
-    if manifest.is_layered and document["version"] != LAYERED_VERSION:
-        raise CorruptError(f"{where} names earlier blobs, which its version has not")
     for target in manifest.targets:
         _check_target(target, where)
     if len({target.path for target in manifest.targets}) != len(manifest.targets):

@@ -103,9 +103,7 @@ class MountRecord(Struct, frozen=True):
     ready_name: str
 
 
-_FORM: DocumentFormat[MountRecord] = DocumentFormat(
-    type=MountRecord, versions=(1,), size_max=64 * 1024
-)
+_FORM: DocumentFormat[MountRecord] = DocumentFormat(type=MountRecord, version=1, size_max=64 * 1024)
 
 
 class _LowerTree(Struct, frozen=True):

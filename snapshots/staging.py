@@ -132,7 +132,7 @@ class _Committed(Struct, frozen=True):
 
 
 _PLAN: DocumentFormat[_Plan] = DocumentFormat(
-    type=_Plan, versions=(1,), size_max=1 << 30, value_count_max=1 << 30
+    type=_Plan, version=1, size_max=1 << 30, value_count_max=1 << 30
 )
 # Member of a plan of any release: a committed plan must be recognized.
 _POINTER: DocumentFormat[_Committed] = DocumentFormat(

@@ -156,7 +156,7 @@ class State(Struct, frozen=True):
     files may lack data that their sizes announce."""
 
 
-_FORM: DocumentFormat[State] = DocumentFormat(type=State, versions=(2,), size_max=64 * 1024)
+_FORM: DocumentFormat[State] = DocumentFormat(type=State, version=1, size_max=64 * 1024)
 
 
 def _file(cache_dir: Path, target: Path) -> Path:

@@ -79,8 +79,8 @@ class DocumentFormat(Struct, Generic[T], frozen=True, kw_only=True):
     """Value of the member `kind_member` in every document; empty if the format has no such member.
     """
     kind_member: str = "kind"
-    versions: tuple[int, ...] = ()
-    """Versions that this release reads, first the one that it writes; empty if unversioned."""
+    version: int = 0
+    """Version that this release reads and writes; 0 if the format has none."""
     checksum_member: str = ""
     """Name of the member with the digest of all other members; empty if there is none."""
     value_count_max: int = VALUE_COUNT_MAX
@@ -109,7 +109,7 @@ class DocumentFormat(Struct, Generic[T], frozen=True, kw_only=True):
 
         Raises: CorruptError, UnknownFormatError.
         """
-        if self.kind or self.versions:
+        if self.kind or self.version:
             self._check_head(document, where)
         try:
             found: T = from_builtins(document, self.type)
@@ -128,10 +128,9 @@ class DocumentFormat(Struct, Generic[T], frozen=True, kw_only=True):
         if self.kind and document.get(self.kind_member) != self.kind:
             raise CorruptError(f"{where} is not {self.what}")
         version = document.get("version")
-        if self.versions and (type(version) is not int or version not in self.versions):
-            reads = " and ".join(map(str, sorted(self.versions)))
+        if self.version and (type(version) is not int or version != self.version):
             raise UnknownFormatError(
-                f"{where} has version {str(version)[:20]}, this release reads {reads}; "
+                f"{where} has version {str(version)[:20]}, this release reads {self.version}; "
                 "use the Bootseer that wrote it, or a newer one"
             )
 
@@ -142,17 +141,17 @@ class DocumentFormat(Struct, Generic[T], frozen=True, kw_only=True):
             return False
         return bool(document[self.checksum_member] == digest)
 
-    def encode(self, value: T, version: int | None = None) -> bytes:
+    def encode(self, value: T) -> bytes:
         """Return the bytes of a document; the same value gives the same bytes."""
-        return self.encode_document(self.to_document(value, version))
+        return self.encode_document(self.to_document(value))
 
-    def to_document(self, value: T, version: int | None = None) -> dict[str, Any]:
+    def to_document(self, value: T) -> dict[str, Any]:
         """Return the document's members: kind, version, the struct's fields, the checksum."""
         document: dict[str, Any] = {}
         if self.kind:
             document[self.kind_member] = self.kind
-        if self.versions:
-            document["version"] = version or self.versions[0]
+        if self.version:
+            document["version"] = self.version
         document |= to_builtins(value)
         if self.checksum_member:
             document[self.checksum_member] = members_digest(document, self.checksum_member)

@@ -77,7 +77,7 @@ POINTER_FORM: DocumentFormat[HotPointer] = DocumentFormat(
     type=HotPointer,
     what="a pointer to a bundle",
     kind="bootseer-hot",
-    versions=(1,),
+    version=1,
     size_max=64 * 1024,
     indent=1,
 )

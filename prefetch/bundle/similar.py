@@ -62,7 +62,7 @@ FORM: DocumentFormat[SimilarImages] = DocumentFormat(
     type=SimilarImages,
     what="a record of images with bundles",
     kind="bootseer-hot-relatives",
-    versions=(1,),
+    version=1,
     size_max=64 * 1024,
     indent=1,
 )

@@ -172,7 +172,7 @@ class _Note(Struct, frozen=True):
     ranges: tuple[_Range, ...]
 
 
-_FORM: DocumentFormat[_Note] = DocumentFormat(type=_Note, versions=(1,), size_max=64 * 1024)
+_FORM: DocumentFormat[_Note] = DocumentFormat(type=_Note, version=1, size_max=64 * 1024)
 
 
 def note_damage(cache_dir: Path, index_digest: str, chunks: "Sequence[Chunk]") -> None:

@@ -108,14 +108,14 @@ _LAYER_FORM: DocumentFormat[_LayerFile] = DocumentFormat(
     type=_LayerFile,
     what="the record of a layer on this node",
     kind="bootseer-node-layer",
-    versions=(1,),
+    version=1,
     size_max=RECORD_BYTES_MAX,
 )
 _IMAGE_FORM: DocumentFormat[_ImageFile] = DocumentFormat(
     type=_ImageFile,
     what="the record of an image on this node",
     kind="bootseer-node-image",
-    versions=(1,),
+    version=1,
     size_max=RECORD_BYTES_MAX,
 )
 

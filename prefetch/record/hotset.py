@@ -311,7 +311,7 @@ _FORM: DocumentFormat[_HotSetHeader] = DocumentFormat(
     what="a hot set",
     kind="bootseer-hotset",
     kind_member="format",
-    versions=(2,),
+    version=1,
     size_max=HEADER_BYTES_MAX,
 )
 

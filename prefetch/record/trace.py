@@ -47,7 +47,7 @@ _FORM: DocumentFormat[_TraceHeader] = DocumentFormat(
     what="a trace",
     kind="bootseer-trace",
     kind_member="format",
-    versions=(1,),
+    version=1,
     size_max=HEADER_BYTES_MAX,
 )
 _ENTRY = struct.Struct("<IIQQ")  # inode, length, offset, ns since the log was made

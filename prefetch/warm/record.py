@@ -87,7 +87,7 @@ _HEADER_FORM: DocumentFormat[_WarmHeader] = DocumentFormat(
     type=_WarmHeader,
     kind="bootseer-warm",
     kind_member="format",
-    versions=(1,),
+    version=1,
     size_max=64 * 1024,
 )
 # Path, size and modification time of a file, and alternating offsets and lengths of its ranges.

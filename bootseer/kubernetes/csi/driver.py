@@ -77,7 +77,7 @@ _FORM: DocumentFormat[VolumeRecord] = DocumentFormat(
     type=VolumeRecord,
     what="a record of a published volume",
     kind="bootseer-volume",
-    versions=(1,),
+    version=1,
     size_max=256 * 1024,
     kind_member="record",
 )

@@ -40,7 +40,7 @@ FORM: DocumentFormat[Use] = DocumentFormat(
     type=Use,
     what="a note of a use",
     kind="bootseer-use",
-    versions=(1,),
+    version=1,
     size_max=4 * 2**20,
     indent=1,
 )

@@ -24,7 +24,7 @@ class Thing(Struct, frozen=True):
 
 
 FORM: DocumentFormat[Thing] = DocumentFormat(
-    type=Thing, what="a thing", kind="thing", versions=(2, 1), size_max=10**7, indent=1,
+    type=Thing, what="a thing", kind="thing", version=1, size_max=10**7, indent=1,
     checksum_member="checksum",
 )  # fmt: skip
 DIGEST = "sha256:" + "0" * 64
@@ -128,17 +128,17 @@ def test_another_kind_is_refused(data: bytes) -> None:
         FORM.decode(data, "here")
 
 
-@pytest.mark.parametrize("version", [3, 0, "1", True, 1.0, None, [1]])
+@pytest.mark.parametrize("version", [2, 0, "1", True, 1.0, None, [1]])
 def test_a_version_that_is_not_known_is_refused_by_name(version: object) -> None:
-    with pytest.raises(UnknownFormatError, match=r"here has version .* reads 1 and 2;"):
+    with pytest.raises(UnknownFormatError, match=r"here has version .* reads 1;"):
         FORM.decode(unsigned(version=version), "here")
 
 
 def test_damage_is_no_later_version() -> None:
-    data = FORM.encode(THING).replace(b'"version": 2', b'"version": 3')
+    data = FORM.encode(THING).replace(b'"version": 1', b'"version": 2')
     with pytest.raises(CorruptError, match="does not match its checksum"):
         FORM.decode(data, "here")
-    deep = b'{"kind": "thing", "version": 2, "checksum": "x", "a": %s}'
+    deep = b'{"kind": "thing", "version": 1, "checksum": "x", "a": %s}'
     with pytest.raises(CorruptError, match=r"here (does not match its checksum|is not valid JSON)"):
         FORM.decode(deep % (b"[" * 900 + b"]" * 900), "here")
 
