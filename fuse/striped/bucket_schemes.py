@@ -31,10 +31,10 @@ def __getattr__(scheme: str) -> Any:
     try:
         return getattr(importlib.import_module(package), name)
     except ImportError as error:
-        return _without(scheme, package, error)
+        return _unopenable(scheme, package, error)
 
 
-def _without(scheme: str, package: str, error: ImportError) -> type:
+def _unopenable(scheme: str, package: str, error: ImportError) -> type:
     """Return a file system class that parses URLs of `scheme` and cannot be opened."""
     reason = (
         f"fsspec opens {scheme}:// by the package {package}, which cannot be loaded ({error}): "

@@ -62,7 +62,7 @@ class StripedStorage(Closing):
             grace_s=grace_s,
             patience_s=settings.patience_s,
         )
-        self._for_writers = WriterResources(
+        self._writer_resources = WriterResources(
             backend,
             self.tree,
             WriteMemory(self.memory, backend.writer_bytes),
@@ -83,7 +83,7 @@ class StripedStorage(Closing):
         how the file is stored; as the storage's settings say by default.
         """
         return FileWriter(
-            self._for_writers, path, settings or self.settings, base=base, expected=expected
+            self._writer_resources, path, settings or self.settings, base=base, expected=expected
         )
 
     def close(self) -> None:

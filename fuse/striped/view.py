@@ -131,7 +131,7 @@ class FileView:
         identity = moved_identity(self.identity, self.path, path)
         return FileView(path, identity, self.size_bytes, self.modified_ns, self.layout)
 
-    def moved(self, path: str) -> "FileView":
+    def at_path(self, path: str) -> "FileView":
         """Return the view at a new `path` with the old identity, for readers that have it open."""
         return FileView(
             path, self.identity, self.size_bytes, self.modified_ns, self.layout, self.block_bytes
@@ -191,7 +191,7 @@ class FileView:
         segment, base = self._segment_at(unit.start)
         return segment.digest((unit.start - base) // segment.stripe_unit_bytes)
 
-    def is_in(self, info: FileInfo) -> bool:
+    def matches(self, info: FileInfo) -> bool:
         """Return whether the stored file `info` is unchanged since this view of it was made.
 
         An ordinary file has no checksums, and may have been replaced or written in place.

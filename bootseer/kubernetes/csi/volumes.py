@@ -47,10 +47,10 @@ from bootseer.errors import (
 from bootseer.fanout.whole_reads import StartDocuments
 from bootseer.fuse.kernel.unmount import detach, is_disconnected
 from bootseer.fuse.striped.mounted.mount import (
+    describe_mount,
     make_mount_point,
     mount_checkpoints,
     mount_spec,
-    unchecked_spec,
     unmount_checkpoints,
 )
 from bootseer.fuse.striped.mounted.options import parse_options
@@ -428,7 +428,7 @@ class CheckpointServers:
 
         Raises: InvalidInputError.
         """
-        spec = replace(unchecked_spec(self._settings, volume.source, Path("/"), **_choices(volume)))
+        spec = replace(describe_mount(self._settings, volume.source, Path("/"), **_choices(volume)))
         key = hashlib.blake2b(to_line(spec).encode(), key=self._salt, digest_size=12)
         for name, text in sorted(secrets.items()):
             key.update(f"\0{name}\0{text}".encode())

@@ -32,7 +32,7 @@ from bootseer.fuse.kernel.operations import (
 from bootseer.fuse.striped.mounted.journal import Inherited, Journal, NodeKind
 from bootseer.fuse.striped.mounted.listing import Listings
 from bootseer.fuse.striped.mounted.nodes import Node, NodeTable
-from bootseer.fuse.striped.mounted.open_files import OpenFiles, opened_as, process_of
+from bootseer.fuse.striped.mounted.open_files import OpenFiles, open_reply, process_of
 from bootseer.fuse.striped.mounted.status import OpenFigures
 from bootseer.fuse.striped.names.stored import FileStatus, is_hidden, refuse
 from bootseer.fuse.striped.names.striped_tree import directory_of
@@ -87,9 +87,9 @@ class MountedTree(Operations):
         `passes_files`: whether the kernel may read ordinary files of this node directly.
         `maps_direct_io`: whether the kernel maps files shared (MAP_SHARED) that it reads without
         its page cache. If not (before Linux 6.6), files opened for reading use the page cache.
-        `uses_page_cache`: whether they use it in any case, and so are in memory for later readers.
-        `on_end` is called at the end of the mount, before files are closed, with the files whose
-        last bytes are lost; `on_destroyed` when everything is closed.
+        `uses_page_cache`: whether files opened for reading always use the page cache, so that later
+        readers find the pages there. `on_end` is called at the end of the mount, before files are
+        closed, with the files whose last bytes are lost; `on_destroyed` when everything is closed.
         """
         self._tree = storage.tree
         self._reader = storage.reader
@@ -126,8 +126,8 @@ class MountedTree(Operations):
 
     def destroyed(self) -> None:
         """Close everything. A file that is still open for writing does not appear."""
-        handles = self.files.give_up()
-        # Called before the parts are removed, which may take longer than this process may live.
+        handles = self.files.note_unwritten()
+        # Before the parts are removed, which may take longer than this process may live.
         self._on_end(self.files.unwritten)
         self.files.close_all(handles)
         self._nodes.close_journal()
@@ -154,7 +154,10 @@ class MountedTree(Operations):
             return sorted({w.path for w in self._nodes.writers() if w.was_written})
 
     def stop_if_quiet(self, stop: Callable[[], None]) -> bool:
-        """Call `stop` to end the process unless a file would lose bytes. Return whether it was."""
+        """Call `stop`, which ends the process, unless a file would lose bytes.
+
+        Return whether `stop` was called.
+        """
         with self._lock:
             if self.unsaved():
                 return False
@@ -194,12 +197,12 @@ class MountedTree(Operations):
         except NotFoundError:
             return None, now_s
 
-    def _settle(self, directory: Node, name: str, status: FileStatus) -> Node:
+    def _refreshed_node(self, directory: Node, name: str, status: FileStatus) -> Node:
         """Return the node of a name whose status was just read; the lock is held."""
         known = directory.children.get(name)
         if known is not None and known.is_local:
-            # Another node has stored a file of this name, which is not our writer's.
-            self._nodes.make_writing(known)
+            # Another machine has stored a file of this name, which the local writer did not write.
+            self._nodes.make_writer_node(known)
             known = None
         if (
             known is None
@@ -215,7 +218,7 @@ class MountedTree(Operations):
         with self._lock:
             directory = self._nodes.node(parent)
             text, path = self._child_path(directory, name)
-            writing = directory.writing.get(text, ())
+            writing = directory.writer_nodes.get(text, ())
             handles = [handle for node in writing for handle in node.handles]
         self.files.await_release(handles)
         for looks_left in reversed(range(_LOOKS_MAX)):
@@ -227,13 +230,15 @@ class MountedTree(Operations):
                     continue
                 known = directory.children.get(text)
                 if status is not None:
-                    known = self._settle(directory, text, status)
+                    known = self._refreshed_node(directory, text, status)
                 elif known is None or not known.is_unpublished:
                     if known is not None:
                         self._nodes.detach(known)
                     break
-                own = self._nodes.look_up_own(directory, text, caller.pid, known.status)
-                return self._entry(own or known, seen_s)
+                writer_node = self._nodes.look_up_writer_node(
+                    directory, text, caller.pid, known.status
+                )
+                return self._entry(writer_node or known, seen_s)
         with self._lock:
             self._nodes.end_pending_lookups(caller.pid, text)
         raise refuse(errno.ENOENT, path)
@@ -259,8 +264,8 @@ class MountedTree(Operations):
         `writer`: the writer of the descriptor in the request, if any.
         """
         attributes = self._attributes(node, writer)
-        if node.is_writing or node.is_written:
-            # The name belongs to another node as soon as the file is published.
+        if node.is_writer_node or node.is_open_for_writing:
+            # The name gets another node as soon as the file is published.
             return attributes, 0.0
         age_s = self._clock() - seen_s if seen_s is not None else 0.0
         return attributes, max(0.0, _CACHE_S - age_s)
@@ -292,8 +297,8 @@ class MountedTree(Operations):
     def _forget_attributes(self, directory: Node) -> None:
         """Drop the kernel's copy of the attributes of a directory.
 
-        Publishing a file changes the time of its directory without notice to the kernel, and `tar`
-        takes a time that changes later for a change while it reads.
+        Publishing a file changes the time of its directory without notice to the kernel. `tar` that
+        sees the new time later reports that the directory changed while it was read.
         """
         if self.forget_pages is not None:
             with contextlib.suppress(BootseerError):
@@ -304,7 +309,7 @@ class MountedTree(Operations):
             known = self._nodes.node(node)
             opened = self._nodes.handles.get(handle) if handle is not None else None
             is_root = known.id == ROOT_NODE
-            if is_root or known.is_local or known.is_writing or known.is_detached:
+            if is_root or known.is_local or known.is_writer_node or known.is_detached:
                 return self._shown(known, writer=opened.writer if opened is not None else None)
             path, before = known.path, known.status
         status, seen_s = self._status(path)
@@ -363,9 +368,9 @@ class MountedTree(Operations):
                 if not caller.is_resent:
                     raise
             for writer in nameless:
-                # Else its first part would make the folder again.
+                # With the old path, the writer's next part would create the removed folder again.
                 writer.path = f"{directory_of(path)}/{writer.path.rpartition('/')[2]}".lstrip("/")
-        self._gone(directory, text, path)
+        self._detach_removed(directory, text, path)
 
     def _check_no_parts(self, path: str) -> None:
         """Raise ENOTEMPTY, like NFS, if the folder has parts of a nameless file being written.
@@ -452,7 +457,7 @@ class MountedTree(Operations):
             text, path = self._child_path(directory, name)
             known = directory.children.get(text)
             is_local = known is not None and known.is_local
-            waiting = self.files.waiting_at(path)
+            waiting = self.files.writerless_at(path)
         gone = [writer for writer in self.files.writers_of(path) if not writer.is_detached]
         for writer in gone:
             writer.detach()
@@ -464,17 +469,17 @@ class MountedTree(Operations):
                     writer.attach()
                 raise
         with self._lock:
-            self.files.leave_nameless(waiting)
-        self._gone(directory, text, path)
+            self.files.note_nameless(waiting)
+        self._detach_removed(directory, text, path)
 
-    def _gone(self, directory: Node, name: str, path: str) -> None:
+    def _detach_removed(self, directory: Node, name: str, path: str) -> None:
         with self._lock:
             self._listings.drop(path)
             known = directory.children.get(name)
             if known is not None:
                 known.kind = NodeKind.STORED
                 self._nodes.detach(known)
-            for writing in list(directory.writing.get(name, ())):
+            for writing in list(directory.writer_nodes.get(name, ())):
                 self._nodes.detach(writing)
             self._nodes.note_all()
 
@@ -487,42 +492,35 @@ class MountedTree(Operations):
             directory, new_directory = self._nodes.node(parent), self._nodes.node(new_parent)
             text, source = self._child_path(directory, name)
             new_text, target = self._child_path(new_directory, new_name)
-            # A writer of a removed file is not a writer of the file that has the name now, but its
-            # parts are still in the folder.
-            writers = [writer for writer in self._nodes.writers() if not writer.is_detached]
-            nameless = [writer for writer in self._nodes.writers() if writer.is_detached]
-            taken = new_directory.children.get(new_text)
-            waiting = self.files.waiting_at(target)
             if source == target:
                 return
+            writers = list(self._nodes.writers())
+            # A writer of a removed file does not write the file that has the name now.
+            named = [writer for writer in writers if not writer.is_detached]
+            inside = [writer for writer in writers if writer.path.startswith(source + "/")]
+            moved, taken = directory.children.get(text), new_directory.children.get(new_text)
             if flags and taken is not None and taken.is_unpublished:
                 raise refuse(errno.EEXIST, target)
-            inside = [w for w in writers if w.path.startswith(source + "/")]
-            below = [w for w in nameless if w.path.startswith(source + "/")]
-            if any(writer.needs_publishing for writer in inside) or any(
-                writer.was_written and writer.has_parts for writer in below
-            ):
-                # Their parts lie in the folder that would be moved.
-                raise refuse(errno.EBUSY, source)
-            moved = directory.children.get(text)
-            if taken is not None and taken.status.is_dir and moved and moved.status.is_dir:
+            self._check_writers_inside(source, inside)
+            if moved is not None and moved.status.is_dir and taken and taken.status.is_dir:
                 if taken.local_children():
                     raise refuse(errno.ENOTEMPTY, target)
                 self._check_no_parts(target)
+            waiting = self.files.writerless_at(target)
         replaced = self.files.writers_of(target)
-        moving = [w for w in writers if w.path == source and not w.has_failed]
+        moving = [writer for writer in named if writer.path == source and not writer.has_failed]
         with contextlib.ExitStack() as held:
-            # A save that is under way is published under the old name first. The lock of the table
-            # is not held, so that other requests are served. The order is fixed, so that two
-            # renames do not wait for each other.
-            for writer in sorted({*moving, *replaced, *inside, *below}, key=id):
+            # This waits for a publication under the old name that has begun. The lock of the table
+            # is not held, so that other requests are served. The order of the writers is fixed, so
+            # that two renames do not wait for each other.
+            for writer in sorted({*moving, *replaced, *inside}, key=id):
                 held.enter_context(writer.held())
             is_moved = directory.id != new_directory.id
             if is_moved and any(writer.has_new_parts for writer in moving):
                 # The parts lie beside the file, and the two cannot move in one step.
                 raise refuse(errno.EXDEV, target)
             due = {handle.writer for handle in self.files.due()}
-            begun = [w for w in moving if w in due and w.starts_anew]
+            begun = [writer for writer in moving if writer in due and writer.starts_anew]
             try:
                 self._rename_stored(source, target, begun, replace=not flags)
             except NotFoundError:
@@ -533,10 +531,10 @@ class MountedTree(Operations):
                     writer.detach()
             for writer in moving:
                 writer.path = target
-            for writer in (*inside, *below):
+            for writer in inside:
                 writer.path = target + writer.path[len(source) :]
             with self._lock:
-                self.files.leave_nameless(waiting)
+                self.files.note_nameless(waiting)
                 self._nodes.move_bases(source, target)
                 known = self._move_nodes(
                     directory, text, new_directory, new_text, is_new=bool(begun)
@@ -548,13 +546,26 @@ class MountedTree(Operations):
         for handle in handles:
             self.files.publish_moved(handle)
 
+    def _check_writers_inside(self, source: str, inside: Sequence[FileWriter]) -> None:
+        """Raise EBUSY if the directory `source` has parts of files that are being written.
+
+        The rename would move the parts away from their writers. The lock is held.
+        """
+        if any(
+            writer.was_written and writer.has_parts
+            if writer.is_detached
+            else writer.needs_publishing
+            for writer in inside
+        ):
+            raise refuse(errno.EBUSY, source)
+
     def _rename_stored(
         self, source: str, target: str, begun: Sequence[FileWriter], *, replace: bool
     ) -> None:
-        """Rename in the storage. `begun`: writers of the whole next content of the file.
+        """Rename in the storage. `begun`: writers that will replace the content of the file.
 
-        The new content is published under the new name only, so that a refused rename publishes
-        nothing. Appended bytes are published after the rename.
+        They publish under the new name only, so that a refused rename publishes nothing. Writers
+        that append publish after the rename.
         """
         if not begun:
             self._tree.rename(source, target, replace=replace)
@@ -572,19 +583,19 @@ class MountedTree(Operations):
     ) -> Node | None:
         """Rename the nodes of a name. Return the node that lookups find. The lock is held.
 
-        `is_new`: whether the rename published the file, so that the old name's file is gone.
+        `is_new`: whether the rename published new content, so that the old file is gone.
         """
         nodes = self._nodes
-        for replaced in list(new_directory.writing.get(new_name, ())):
+        for replaced in list(new_directory.writer_nodes.get(new_name, ())):
             nodes.detach(replaced)
         taken = new_directory.children.get(new_name)
         if taken is not None:
             nodes.detach(taken)
         known = directory.children.get(name)
         if known is not None and known.is_local:
-            nodes.make_writing(known)
+            nodes.make_writer_node(known)
             known = None
-        for writing in list(directory.writing.get(name, ())):
+        for writing in list(directory.writer_nodes.get(name, ())):
             nodes.move(writing, new_directory, new_name)
         if known is not None and is_new:
             nodes.detach(known)
@@ -596,8 +607,8 @@ class MountedTree(Operations):
     def _refresh_moved(self, node: Node | None, source: str, target: str) -> None:
         """Read the status of a renamed file again.
 
-        The identity of an ordinary file includes its path: with the old one, its next open would be
-        refused.
+        The identity of an ordinary file includes its path, so an open with the old identity would
+        be refused.
         """
         if node is None or node.status.is_dir:
             return
@@ -608,8 +619,8 @@ class MountedTree(Operations):
                 return
             is_same = status.identity == moved_identity(node.status.identity, source, target)
             if node.had_readers and not is_same:
-                # Another node had replaced the renamed file: open descriptors of the old file keep
-                # its size, and the next open looks up the name again.
+                # Another machine had replaced the renamed file: open descriptors of the old file
+                # keep its size, and the next open looks up the name again.
                 return
             node.status = status
             self._nodes.note_node(node)
@@ -623,27 +634,27 @@ class MountedTree(Operations):
         with self._lock:
             again = self.files.opened_before(caller)
             if again is not None:
-                return self._entry(again.node), opened_as(again)
+                return self._entry(again.node), open_reply(again)
         status, _ = self._status(path)
         opener = process_of(caller)
         with self._lock:
             known = directory.children.get(text)
             if status is not None:
-                known = self._settle(directory, text, status)
+                known = self._refreshed_node(directory, text, status)
             if known is None or not (status is not None or known.is_unpublished):
                 handle = self.files.create(caller, directory, text, path, flags, opener)
-                return self._entry(handle.node), opened_as(handle)
+                return self._entry(handle.node), open_reply(handle)
             if flags & os.O_EXCL:
                 raise refuse(errno.EEXIST, path)
             if known.status.is_dir:
                 raise refuse(errno.EISDIR, path)
             if flags & os.O_ACCMODE != os.O_RDONLY:
-                known = self._nodes.add_writing(directory, text, known.status)
+                known = self._nodes.add_writer_node(directory, text, known.status)
         try:
             opened = self.files.open(caller, known.id, flags)
         except BaseException:
             with self._lock:
-                if known.is_writing and not known.handles:
+                if known.is_writer_node and not known.handles:
                     self._nodes.detach(known)
             raise
         return self._entry(known), opened

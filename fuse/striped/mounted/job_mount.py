@@ -83,11 +83,11 @@ def _mount(wanted: JobMount, report: Report) -> None:
     `report` gets a `JobMounted` once the folder is mounted. Raises: BootseerError.
     """
     from bootseer.fuse.striped.mounted.mount import (
+        describe_mount,
         mount_spec,
         note_fanout,
-        take_off_dead_mounts,
         take_over,
-        unchecked_spec,
+        unmount_dead_mounts,
     )
     from bootseer.fuse.striped.mounted.options import CheckpointPlan
     from bootseer.fuse.striped.mounted.server import serve_plan
@@ -111,13 +111,13 @@ def _mount(wanted: JobMount, report: Report) -> None:
         new = wanted.directory or services_dir(settings.run_dir) / wanted.identity / _MOUNT_POINT
         directory = _lingering(wanted) or new
         # Before the folder is made, because mkdir would wait for a dead mount.
-        spec = unchecked_spec(settings, wanted.url, directory, **wanted.choices)
+        spec = describe_mount(settings, wanted.url, directory, **wanted.choices)
         found = take_over(spec, fanout)
         if found == LIVE:
             report.ready(mounted(directory, found))
             return
         directory = new
-        take_off_dead_mounts(settings.run_dir, directory)
+        unmount_dead_mounts(settings.run_dir, directory)
         try:
             make_directory(directory)
         except OSError as error:
@@ -156,25 +156,25 @@ def _lingering(wanted: JobMount) -> Path | None:
     """Return the directory of a lingering mount for containers with the same options, or None."""
     if wanted.directory is not None:
         return None
-    from bootseer.fuse.striped.mounted.mount import unchecked_spec
+    from bootseer.fuse.striped.mounted.mount import describe_mount
     from bootseer.served.service import CHECKPOINT, lingering_services
 
     settings = wanted.settings
     for _, state in lingering_services(settings.run_dir, CHECKPOINT):
         directory = Path(state.directory)
-        spec = unchecked_spec(settings, wanted.url, directory, **wanted.choices)
+        spec = describe_mount(settings, wanted.url, directory, **wanted.choices)
         if spec.fingerprint == state.fingerprint:
             return directory
     return None
 
 
-def _mount_told(line: bytes, report: Report) -> None:
+def _mount_line(line: bytes, report: Report) -> None:
     _mount(from_line(line, JobMount), report)
 
 
 def main() -> int:
     """Run the process. Return the exit code: 0 after an unmount, or if another process serves."""
-    return serve(JOB_MOUNT, _mount_told)
+    return serve(JOB_MOUNT, _mount_line)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ class NodeKind(enum.IntEnum):
     """Node of a stored file or directory, which lookups find."""
     LOCAL = 1
     """Node that lookups find, of a file that was created here and is not published yet."""
-    OWN = 2
-    """Own node of a file's writers, which no lookup finds."""
+    WRITER = 2
+    """Node of a descriptor that writes, which no lookup finds."""
 
 
 class ViewRecord(Struct, frozen=True, array_like=True):
@@ -97,8 +97,8 @@ class FileRecord(Struct, frozen=True, array_like=True, tag=3):
     is_pinned: bool
     base: ViewRecord | None
     writer_path: bytes | None
-    """Path under which the writer publishes; None if the file has no writer. The node does not tell
-    it: a node that lost its name may belong to a writer that still has it."""
+    """Path under which the writer publishes; None if the file has no writer. The path of the node
+    may differ: a node that lost its name may belong to a writer that still has the name."""
     is_nameless: bool
     is_unfinished: bool
     killed: bool
@@ -117,7 +117,7 @@ class PendingLookupRecord(Struct, frozen=True, array_like=True, tag=5):
     thread: int
     name: bytes
     node: int | None
-    own: int | None
+    writer_node: int | None
     only_reads: bool
 
 
@@ -188,7 +188,9 @@ class Inherited(Struct):
                 if record.is_pinned and record.reads is not None:
                     self.pinned[record.reads.identity]
         except KeyError as error:
-            raise CorruptError(f"nothing is kept of the open file {error}") from None
+            raise CorruptError(
+                f"the journal has no layout or content of the open file {error}"
+            ) from None
 
     def view(self, record: ViewRecord | None) -> FileView | None:
         """Return the view in a record. Raises: CorruptError, KeyError."""
@@ -302,7 +304,7 @@ class Journal:
         _log.warning("%s: %s; a restarted server will not know what is open", self._path, error)
         self.close()
         self._failed_s = time.monotonic()
-        # The records are no longer complete.
+        # Incomplete records must not be read by a successor.
         for path in (self._path, self._path.with_suffix(_NEW)):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

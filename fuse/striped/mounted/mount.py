@@ -109,20 +109,20 @@ class MountedCheckpoints(Struct, frozen=True):
 
 
 def mount_spec(settings: Settings, url: str, directory: Path, **choices: Any) -> MountSpec:
-    """Return `unchecked_spec` of a directory on which nothing is mounted.
+    """Return `describe_mount` of a directory on which nothing is mounted.
 
     A mount on `directory` whose server was killed is unmounted. Raises: InvalidInputError,
     NotFoundError, BusyError.
     """
-    spec = unchecked_spec(settings, url, directory, **choices)
+    spec = describe_mount(settings, url, directory, **choices)
     path = Path(spec.directory)
-    take_off_dead_mounts(settings.run_dir, path)
+    unmount_dead_mounts(settings.run_dir, path)
     if find_mount(path) is not None:
         raise BusyError(f"{path} is a mounted FUSE file system already; unmount it first")
     return spec
 
 
-def unchecked_spec(settings: Settings, url: str, directory: Path, **choices: Any) -> MountSpec:
+def describe_mount(settings: Settings, url: str, directory: Path, **choices: Any) -> MountSpec:
     """Return the description of a mount of the tree at `url` on `directory`.
 
     `choices`: further fields of `MountSpec`; None stands for the default or the setting.
@@ -169,7 +169,7 @@ def take_over(spec: MountSpec, fanout: bytes = b"") -> str:
     Raises: BootseerError.
     """
     # An earlier step of the job may have mounted there since.
-    take_off_dead_mounts(Path(spec.run_dir), Path(spec.directory))
+    unmount_dead_mounts(Path(spec.run_dir), Path(spec.directory))
     if find_mount(Path(spec.directory)) is None:
         return ""
     known = find_checkpoints(Path(spec.run_dir), Path(spec.directory))
@@ -311,7 +311,7 @@ def unmount_checkpoints(
 # ---- the folder that is mounted on -----------------------------------------------------------
 
 
-def take_off_dead_mounts(run_dir: Path, directory: Path) -> None:
+def unmount_dead_mounts(run_dir: Path, directory: Path) -> None:
     """Unmount the checkpoint mounts on `directory` whose server has died.
 
     A mount that answers stays. Raises: BootseerError.
@@ -335,7 +335,7 @@ def take_off_dead_mounts(run_dir: Path, directory: Path) -> None:
 
 def make_mount_point(run_dir: Path, directory: Path) -> None:
     """Make `directory` and its missing parents. Raises: BootseerError."""
-    take_off_dead_mounts(run_dir, absolute(directory))
+    unmount_dead_mounts(run_dir, absolute(directory))
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

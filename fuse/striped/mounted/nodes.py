@@ -3,14 +3,14 @@
 Readers of a node all read one generation of the file, so that the pages and the size that the
 kernel caches for a node match its bytes. When another generation is published under a name, the
 name gets a new node, and the old node is *detached*. A descriptor that is opened for writing gets
-its own node, which no lookup finds: only that descriptor sees the size of the new generation, until
-the generation is published. A file that is not stored yet has one node for its first writer and for
-its readers.
+a *writer node*, which no lookup finds: only that descriptor sees the size of the new generation,
+until the generation is published. A file that is not stored yet has one node for its first writer
+and for its readers.
 
 The kernel's lookup chooses the node of an open file before the mount learns whether the file is
 opened for writing. So the first open for writing fails with ESTALE, and a `PendingLookup` of its
 thread is noted. The kernel then looks the name up once more, as open(2) and truncate(2) do, and
-opens the node that this lookup returns: the writer's own.
+opens the node that this lookup returns: the writer node of the thread.
 
 Every change is written to the journal, from which a successor of this process builds the same
 tables. Not thread-safe: callers hold `NodeTable.lock`, which is never held during I/O.
@@ -46,7 +46,7 @@ from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.file_writer import FileWriter, WriterState
 from bootseer.store.backend import HasDescriptor
 
-# A thread looks a name up again at once, unless it is killed.
+# Age at which a pending lookup is dropped: only a killed thread does not repeat the lookup at once.
 _PENDING_S = 60.0
 
 
@@ -61,10 +61,10 @@ class Node(Struct, eq=False):
     """Status as of the last lookup."""
     kind: NodeKind = NodeKind.STORED
     is_wanted: bool = False
-    """Whether a thread is about to open or truncate this node of a writer."""
+    """Whether a thread is about to open or truncate this writer node."""
     inode: int = 0
-    """Inode number that stat(2) returns; 0: the node's id. A writer's node has that of the file,
-    and a file keeps the number with which it was created."""
+    """Inode number that stat(2) returns; 0: the node's id. A writer node has the number of the
+    file, and a file keeps the number with which it was created."""
     had_readers: bool = False
     """Whether the kernel may cache pages of the node."""
     may_be_passed: bool = True
@@ -77,8 +77,8 @@ class Node(Struct, eq=False):
     handles: "list[Handle]" = field(default_factory=lambda: _NO_HANDLES)
     children: "dict[str, Node]" = field(default_factory=lambda: _NO_NODES)
     """Nodes that lookups in this directory find."""
-    writing: "dict[str, list[Node]]" = field(default_factory=lambda: _NO_NODES)
-    """Nodes of the writers of this directory's files."""
+    writer_nodes: "dict[str, list[Node]]" = field(default_factory=lambda: _NO_NODES)
+    """Writer nodes of files in this directory, by name."""
 
     @property
     def is_local(self) -> bool:
@@ -86,9 +86,9 @@ class Node(Struct, eq=False):
         return self.kind is NodeKind.LOCAL
 
     @property
-    def is_writing(self) -> bool:
-        """Whether the node is the own node of a writer."""
-        return self.kind is NodeKind.OWN
+    def is_writer_node(self) -> bool:
+        """Whether this is a writer node."""
+        return self.kind is NodeKind.WRITER
 
     @property
     def is_detached(self) -> bool:
@@ -133,7 +133,7 @@ class Node(Struct, eq=False):
     def is_truncated(self) -> bool:
         """Whether all writers only truncated the file, and it was opened again since."""
         return (
-            self.is_writing
+            self.is_writer_node
             and len(self.handles) > 0
             and all(handle.is_obsolete for handle in self.handles)
         )
@@ -146,13 +146,13 @@ class Node(Struct, eq=False):
         )
 
     @property
-    def is_written(self) -> bool:
+    def is_open_for_writing(self) -> bool:
         """Whether the file is open for writing in this mount."""
         if self.writer() is not None:
             return True
         if self.parent is None:
             return False
-        return any(node.handles for node in self.parent.writing.get(self.name, ()))
+        return any(node.handles for node in self.parent.writer_nodes.get(self.name, ()))
 
     def local_children(self) -> "list[Node]":
         """Return the files of a directory that only this mount knows."""
@@ -199,7 +199,7 @@ class Handle(Struct, eq=False):
     node: Node
     flags: int
     file: OpenFile | None = None
-    """Generation to read; for a writer's node, the generation that was published last."""
+    """Generation to read; on a writer node, the generation that was published last."""
     descriptor: HasDescriptor | None = None
     """Stored file that the kernel reads itself (passthrough)."""
     base: FileView | None = None
@@ -300,9 +300,9 @@ class PendingLookup(Struct, eq=False):
     """Node of the first lookup."""
     since_s: float
     only_reads: bool = False
-    """Whether the first lookup returned a writer's node to a thread that only reads."""
-    own: Node | None = None
-    """Own node of the writer, which the second lookup returned."""
+    """Whether the first lookup returned a writer node to a thread that only reads."""
+    writer_node: Node | None = None
+    """Writer node that the second lookup returned."""
 
 
 class NodeTable:
@@ -367,8 +367,8 @@ class NodeTable:
     def note_published(self, node: Node, path: str) -> None:
         """Record the open files that a publication changes in the journal.
 
-        These are the files of `node`, and readers of an ordinary file that was replaced, which have
-        its content in memory now.
+        These are the open files of `node`, and readers of the ordinary file that was replaced: its
+        content is in memory now.
         """
         for handle in self.handles.values():
             if handle.node is node or (handle.file is not None and handle.file.view.path == path):
@@ -409,11 +409,15 @@ class NodeTable:
                 self._add_to_parent(self.by_id[record.node], parent)
         for lookup in inherited.pending.values():
             if lookup.node is not None:
-                own = self.by_id.get(lookup.own) if lookup.own is not None else None
+                writer_node = (
+                    self.by_id.get(lookup.writer_node) if lookup.writer_node is not None else None
+                )
                 key = lookup.thread, os.fsdecode(lookup.name)
-                self._pending[key] = PendingLookup(lookup.node, now_s, lookup.only_reads, own)
-                if own is not None:
-                    own.is_wanted = True
+                self._pending[key] = PendingLookup(
+                    lookup.node, now_s, lookup.only_reads, writer_node
+                )
+                if writer_node is not None:
+                    writer_node.is_wanted = True
         self._ids = itertools.count(time.monotonic_ns())
         self._handle_ids = itertools.count(time.monotonic_ns())
 
@@ -432,7 +436,7 @@ class NodeTable:
         if node.parent is None:
             return [node]
         found = node.parent.children.get(node.name)
-        writing = node.parent.writing.get(node.name, ())
+        writing = node.parent.writer_nodes.get(node.name, ())
         return [*([found] if found is not None else []), *writing]
 
     def add(
@@ -443,15 +447,15 @@ class NodeTable:
         if old is not None:
             self.detach(old)
         node = Node(next(self._ids), parent, name, status, kind)
-        for writing in parent.writing.get(name, ()):
+        for writing in parent.writer_nodes.get(name, ()):
             if writing.status.identity == status.identity:
                 # The kernel forgot the earlier node of the name.
                 node.inode = writing.inode
         return self._add_node(node, parent)
 
-    def add_writing(self, parent: Node, name: str, status: FileStatus) -> Node:
+    def add_writer_node(self, parent: Node, name: str, status: FileStatus) -> Node:
         """Make a node for a thread that is about to write the file `name`."""
-        node = Node(next(self._ids), parent, name, status, NodeKind.OWN, is_wanted=True)
+        node = Node(next(self._ids), parent, name, status, NodeKind.WRITER, is_wanted=True)
         found = parent.children.get(name)
         if found is not None:
             node.inode = found.shown_inode
@@ -463,12 +467,12 @@ class NodeTable:
         self.note_node(node)
         return node
 
-    def make_writing(self, node: Node) -> None:
-        """Turn a node that lookups find into an own node of its writers."""
-        self._set_kind(node, NodeKind.OWN)
+    def make_writer_node(self, node: Node) -> None:
+        """Turn a node that lookups find into a writer node."""
+        self._set_kind(node, NodeKind.WRITER)
 
     def make_local(self, node: Node) -> None:
-        """Turn a writer's node of a file that is not stored into one that lookups find."""
+        """Turn a writer node of a file that is not stored into a node that lookups find."""
         self._set_kind(node, NodeKind.LOCAL)
 
     def _set_kind(self, node: Node, kind: NodeKind) -> None:
@@ -493,7 +497,7 @@ class NodeTable:
     def move(self, node: Node, parent: Node, name: str) -> None:
         """Give a node another name, and detach the node that had that name."""
         replaced = parent.children.get(name)
-        if replaced is not None and replaced is not node and not node.is_writing:
+        if replaced is not None and replaced is not node and not node.is_writer_node:
             self.detach(replaced)
         self.detach(node)
         node.name = name
@@ -513,7 +517,7 @@ class NodeTable:
         if node is None or node is self.root:
             return
         node.is_forgotten = True
-        if node.handles or node.children or node.writing or node.is_wanted:
+        if node.handles or node.children or node.writer_nodes or node.is_wanted:
             return
         self._drop(node)
 
@@ -524,10 +528,10 @@ class NodeTable:
 
     def _add_to_parent(self, node: Node, parent: Node) -> None:
         node.parent = parent
-        if node.is_writing:
-            if parent.writing is _NO_NODES:
-                parent.writing = {}
-            parent.writing.setdefault(node.name, []).append(node)
+        if node.is_writer_node:
+            if parent.writer_nodes is _NO_NODES:
+                parent.writer_nodes = {}
+            parent.writer_nodes.setdefault(node.name, []).append(node)
         else:
             if parent.children is _NO_NODES:
                 parent.children = {}
@@ -535,15 +539,15 @@ class NodeTable:
 
     def _remove_from_parent(self, node: Node, parent: Node) -> None:
         node.parent = None
-        if not node.is_writing:
+        if not node.is_writer_node:
             if parent.children.get(node.name) is node:
                 del parent.children[node.name]
             return
-        found = parent.writing.get(node.name, [])
+        found = parent.writer_nodes.get(node.name, [])
         if node in found:
             found.remove(node)
         if not found:
-            parent.writing.pop(node.name, None)
+            parent.writer_nodes.pop(node.name, None)
 
     # ---- pending lookups ------------------------------------------------------------------
 
@@ -564,14 +568,16 @@ class NodeTable:
         pending = self._pending.get(key)
         if pending is not None:
             self._end_pending(key)
-            if pending.own is None and pending.node == node.id:
+            if pending.writer_node is None and pending.node == node.id:
                 return False
         self._pending[key] = PendingLookup(node.id, now_s, only_reads)
         self._note_pending(key)
         return True
 
-    def look_up_own(self, parent: Node, name: str, thread: int, status: FileStatus) -> Node | None:
-        """Return the own node of a thread that looks a name up to write it; None for others."""
+    def look_up_writer_node(
+        self, parent: Node, name: str, thread: int, status: FileStatus
+    ) -> Node | None:
+        """Return the writer node of a thread that is about to write; None for other threads."""
         key = thread, name
         pending = self._pending.get(key) if thread else None
         if pending is None or status.is_dir:
@@ -579,17 +585,19 @@ class NodeTable:
         if pending.only_reads:
             self._end_pending(key)
             return None
-        own = pending.own
-        if own is not None and (own.parent is not parent or own.name != name):
+        writer_node = pending.writer_node
+        if writer_node is not None and (
+            writer_node.parent is not parent or writer_node.name != name
+        ):
             # The thread gave up writing, and the node was renamed with the file.
-            if not own.handles:
-                self._drop(own)
-            own = None
-        if own is None:
-            own = pending.own = self.add_writing(parent, name, status)
+            if not writer_node.handles:
+                self._drop(writer_node)
+            writer_node = None
+        if writer_node is None:
+            writer_node = pending.writer_node = self.add_writer_node(parent, name, status)
             self._note_pending(key)
-        own.status, own.is_forgotten = status, False
-        return own
+        writer_node.status, writer_node.is_forgotten = status, False
+        return writer_node
 
     def end_pending_lookups(self, thread: int, name: str | None = None) -> None:
         """End all pending lookups of a thread, or only the one for `name`."""
@@ -598,28 +606,28 @@ class NodeTable:
                 self._end_pending(key)
 
     def note_opened(self, node: Node) -> None:
-        """End the pending lookup of the thread that has opened `node`, its own node."""
+        """End the pending lookup of the thread that has opened its writer node."""
         for key, pending in list(self._pending.items()):
-            if pending.own is node:
-                pending.own = None
+            if pending.writer_node is node:
+                pending.writer_node = None
                 self._end_pending(key)
         node.is_wanted = False
 
     def _end_pending(self, key: tuple[int, str]) -> None:
         pending = self._pending.pop(key)
         self._note_pending(key)
-        if pending.own is not None and not pending.own.handles:
-            self._drop(pending.own)
+        if pending.writer_node is not None and not pending.writer_node.handles:
+            self._drop(pending.writer_node)
 
     def _note_pending(self, key: tuple[int, str]) -> None:
         pending = self._pending.get(key)
-        own = pending.own if pending is not None else None
+        writer_node = pending.writer_node if pending is not None else None
         self._add(
             PendingLookupRecord(
                 key[0],
                 os.fsencode(key[1]),
                 pending.node if pending is not None else None,
-                own.id if own is not None else None,
+                writer_node.id if writer_node is not None else None,
                 pending is not None and pending.only_reads,
             )
         )
@@ -646,7 +654,7 @@ class NodeTable:
         self._add(FileClosedRecord(handle.id))
         node = handle.node
         node.handles.remove(handle)
-        if node.is_writing and not node.handles:
+        if node.is_writer_node and not node.handles:
             self.detach(node)
         if node.is_forgotten:
             self.forget(node.id)

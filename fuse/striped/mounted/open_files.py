@@ -1,8 +1,9 @@
-"""Open files of a mount: opening, reading and writing them, and when they are published.
+"""Open files of a mount: opening, reading, writing and publishing them.
 
-Decides which reader or writer serves an open file. What was written is published at `fsync` and
-`close`, never after the writing process was killed; docs/SEMANTICS.md says what users may rely on.
-Thread-safe: the table's lock guards nodes and handles only, never I/O.
+Written bytes are published at `fsync` and `close`, but never after the writing process was killed;
+docs/SEMANTICS.md says what users may rely on. A file that was opened with O_TRUNC and not written
+since is called *emptied* here: its last close publishes an empty file, unless a later open or write
+*supersedes* it. Thread-safe: the table's lock guards nodes and handles, and is not held during I/O.
 """
 
 import contextlib
@@ -28,13 +29,13 @@ from bootseer.linux.processes import stat_fields, status_line
 
 _log = logging.getLogger(__name__)
 
-# How long a lookup or an open for reading waits to hear that a file which was emptied and closed is
-# closed for good: the kernel says so in a moment, if no other process has the descriptor.
+# Longest wait of a lookup, or of an open for reading, for the RELEASE of a file that was emptied
+# and closed. The kernel sends it within a moment, unless another process has the descriptor, too.
 _LAST_CLOSE_S = 2.0
 _POLL_S = 0.005
-# Of the threads that serve a mount: others must be left to serve the release that is waited for.
+# Server threads that may wait for a RELEASE at once: others must be free to serve it.
 _WAITING_MAX = 3
-# At the end of a mount: how long to wait for the parts of an unfinished file to be removed.
+# Wait, at the end of a mount, for the parts of an unfinished file to be removed.
 _ABORT_WAIT_S = 2.0
 _SIGKILL_BIT = 1 << (signal.SIGKILL - 1)
 _PF_EXITING = 0x4
@@ -79,13 +80,13 @@ class OpenFiles:
         self._caches_reads = caches_reads
         self._waiting = threading.BoundedSemaphore(_WAITING_MAX)
 
-    # ---- going on from a predecessor ------------------------------------------------------
+    # ---- open files of a predecessor ------------------------------------------------------
 
     def resume(self, inherited: Inherited) -> None:
         """Reopen the files of a predecessor's journal, after its nodes.
 
-        Readers read on; a writer that had nothing unwritten writes on; one that had fails, since
-        what it wrote was in the other process's memory.
+        Readers continue. A writer without unpublished bytes continues, too; any other writer fails,
+        because its bytes were in the predecessor's memory.
         """
         for record in inherited.files.values():
             node = self._nodes.by_id.get(record.node)
@@ -103,7 +104,7 @@ class OpenFiles:
             )
             view = inherited.view(record.reads)
             if view is None and handle.is_readable:
-                # It was read back through its writer.
+                # The file was read back through its writer.
                 view = handle.base
             if view is not None:
                 handle.file = self._reader.open(view)
@@ -111,12 +112,10 @@ class OpenFiles:
                     handle.file.pinned = inherited.pinned[os.fsencode(view.identity)]
             self._nodes.add_handle(handle)
             self._resume_writer(handle, record)
-        _log.info(
-            "went on with %d names and %d open files", len(inherited.nodes), len(inherited.files)
-        )
+        _log.info("resumed %d names and %d open files", len(inherited.nodes), len(inherited.files))
 
     def _resume_writer(self, handle: Handle, record: FileRecord) -> None:
-        """Give the handle a writer where it had one that cannot begin anew from its base."""
+        """Give the handle a writer, unless the first write can begin one from `handle.base`."""
         if record.writer_path is None:
             return
         path = os.fsdecode(record.writer_path)
@@ -124,8 +123,8 @@ class OpenFiles:
             writer = handle.writer = self._storage.writer(path)
             writer.fail(
                 UnavailableError(
-                    f"{path} was being written when the mount's server was restarted: what had "
-                    "not reached a commit is lost; write the file again"
+                    f"{path} was being written when the mount's server was restarted: the bytes "
+                    "since the last fsync or close are lost; write the file again"
                 )
             )
             if record.is_nameless:
@@ -148,10 +147,10 @@ class OpenFiles:
         self, caller: Caller, directory: Node, name: str, path: str, flags: int, opener: int
     ) -> Handle:
         """Open a new file, which is not stored before it is published. The lock is held."""
-        # Another node removed the file that these have emptied.
-        emptied = [h for other in directory.writing.get(name, ()) for h in other.handles]
+        # These handles emptied a file that another machine has removed since.
+        emptied = [h for other in directory.writer_nodes.get(name, ()) for h in other.handles]
         self._supersede(handle for handle in emptied if handle.will_truncate)
-        # It may refuse: before anything is in the tables.
+        # Made before the tables change, because this raises on a storage that cannot commit.
         writer = self._storage.writer(path)
         status = FileStatus(path, False, 0, time.time_ns(), "")
         node = self._nodes.add(directory, name, status, NodeKind.LOCAL)
@@ -161,38 +160,39 @@ class OpenFiles:
         return handle
 
     def open(self, caller: Caller, node_id: int, flags: int) -> Opened:
-        """Open the file of a node. ESTALE sends the kernel to look the name up again."""
+        """Open the file of a node. On ESTALE the kernel looks up the name again."""
         with self._lock:
             node = self._nodes.node(node_id)
-        self._settle_emptied(node, flags)
+        self._finish_emptied(node, flags)
         with self._lock:
             again = self.opened_before(caller)
             if again is not None:
-                return opened_as(again)
+                return open_reply(again)
             is_reader = flags & os.O_ACCMODE == os.O_RDONLY
             if not is_reader:
                 if node.is_detached or not node.is_wanted:
-                    self._own_node(caller, node)
+                    self._claim_writer_node(caller, node)
                 self._nodes.note_opened(node)
-            elif node.is_writing and self._nodes.expect_lookup(
+            elif node.is_writer_node and self._nodes.expect_lookup(
                 node, caller.pid, self._clock(), only_reads=True
             ):
-                # It has been published since it was looked up.
+                # The file was published after the lookup.
                 raise refuse(errno.ESTALE, node.path)
-            elif not node.is_writing:
-                # Else the next lookup of a file that it could not write finds a writer's node.
+            elif not node.is_writer_node:
+                # A pending lookup, left from an open for writing that failed, would make the next
+                # lookup of that file by this thread return a writer's node.
                 self._nodes.end_pending_lookups(caller.pid)
             path = node.attached_path
             if is_reader and self._passes_files and node.was_passed and flags & os.O_DIRECT:
                 self._renew(node)
                 raise refuse(errno.ESTALE, path)
             if node.is_local and not node.is_unpublished:
-                # Its writer has just been killed, or has failed.
+                # The file's writer has just been killed, or has failed.
                 raise refuse(errno.ESTALE, path)
             if is_reader and (node.is_local or node.writer() is not None):
                 handle = self._nodes.open(node, flags, caller.request)
                 self._nodes.note(handle)
-                return opened_as(handle)
+                return open_reply(handle)
         if is_reader:
             return self._open_to_read(caller, node, path, flags)
         return self._open_to_write(caller, node, path, flags)
@@ -201,7 +201,7 @@ class OpenFiles:
         try:
             file, view = self._tree.open(path)
         except NotFoundError:
-            # Removed elsewhere: the kernel shall look the name up again.
+            # The file was removed elsewhere.
             with self._lock:
                 self._nodes.detach(node)
                 self._listings.drop(path)
@@ -214,28 +214,28 @@ class OpenFiles:
             handle.file = file
             node.had_readers = True
             may_be_passed = self._may_pass(node, flags)
-        # Outside of the lock: it opens the stored file.
+        # Not under the lock, because this opens the stored file.
         descriptor = self._reader.descriptor(file) if may_be_passed else None
         with self._lock:
-            # Somebody may have begun to write meanwhile.
+            # A writer may have opened the file meanwhile.
             if descriptor is not None and self._may_pass(node, flags):
                 handle.descriptor = descriptor
                 node.was_passed = True
             self._nodes.note(handle)
-            # The own node of a writer may grow.
-            is_cached = self._caches_reads and not node.is_writing and not flags & os.O_DIRECT
-            return opened_as(handle, is_cached=is_cached)
+            # The size of a writer's node may change, so its pages are not cached.
+            is_cached = self._caches_reads and not node.is_writer_node and not flags & os.O_DIRECT
+            return open_reply(handle, is_cached=is_cached)
 
     def _may_read(self, node: Node, view: FileView) -> bool:
         """Return whether an open of a node may read `view`, its current file. The lock is held."""
         if view.identity == node.status.identity:
             return True
-        # Of a file that is written here the kernel keeps no attributes.
-        is_shown_anew = node.is_written and not node.is_writing
-        if node.had_readers or node.is_detached or not is_shown_anew:
-            if not node.is_writing:
+        # The kernel caches no attributes of a file that this mount writes, so they may change.
+        may_change = node.is_open_for_writing and not node.is_writer_node
+        if node.had_readers or node.is_detached or not may_change:
+            if not node.is_writer_node:
                 self._nodes.detach(node)
-            # The kernel looks the name up only once more.
+            # The kernel looks up the name only once more, so that lookup must ask the storage.
             self._listings.drop(view.path)
             return False
         node.status = status_of(view)
@@ -251,7 +251,7 @@ class OpenFiles:
                 else:
                     base = self._tree.stored.view(path)
             except NotFoundError:
-                # It is not stored yet, and somebody else writes it, too.
+                # A file that is not stored yet has another writer.
                 if node.status.identity:
                     raise
         opener = process_of(caller)
@@ -260,38 +260,37 @@ class OpenFiles:
             handle = self._nodes.open(node, flags, caller.request, opener)
             if base is None:
                 handle.writer = writer
-                # Without O_TRUNC it has emptied nothing: who created the file writes it.
+                # Without O_TRUNC this handle must not publish an empty file.
                 handle.superseded = not flags & os.O_TRUNC
             elif node.writer() is None:
                 node.status = status_of(base)
             handle.base, handle.file = base, file
             self._nodes.note(handle)
-            return opened_as(handle)
+            return open_reply(handle)
 
-    def _own_node(self, caller: Caller, node: Node) -> None:
-        """Make `node` the own node of a writer, or send the kernel to find one. The lock is held.
+    def _claim_writer_node(self, caller: Caller, node: Node) -> None:
+        """Make `node` the node of a writer; else raise ESTALE, so that the next lookup makes one.
 
-        The first only if the kernel came back without a lookup.
-        Raises: OSError (ESTALE), upon which the kernel looks the name up again.
+        A node becomes a writer's only if the kernel has opened it again without a lookup (see
+        `nodes`). The lock is held.
         """
         if caller.pid:
             must_look_up = self._nodes.expect_lookup(node, caller.pid, self._clock())
-            is_read = node.handles and not node.is_local and not node.is_writing
-            # The size and pages of a node that is read are those of what is read.
+            is_read = node.handles and not node.is_local and not node.is_writer_node
+            # Readers of a node rely on its size and pages.
             is_refused = must_look_up or is_read or node.is_detached
         else:
-            # Threads in a pid namespace that cannot be seen from here cannot be told apart when
-            # they come back: each takes the node that it found, or the next one where somebody
-            # else has that open.
+            # The second open of a thread in an invisible pid namespace cannot be recognized. Such a
+            # thread takes the node that it found, or a new node if others have opened that one.
             is_refused = not node.is_local and (
                 node.is_detached or bool(node.handles) or node.was_passed
             )
-            if is_refused and not node.is_writing:
+            if is_refused and not node.is_writer_node:
                 self._nodes.detach(node)
         if is_refused:
             raise refuse(errno.ESTALE, node.path)
-        if not node.is_local and not node.is_writing:
-            self._nodes.make_writing(node)
+        if not node.is_local and not node.is_writer_node:
+            self._nodes.make_writer_node(node)
 
     def _may_pass(self, node: Node, flags: int) -> bool:
         """Return whether the kernel may read the stored file itself; the lock is held.
@@ -302,16 +301,16 @@ class OpenFiles:
         return (
             self._passes_files
             and node.may_be_passed
-            and not node.is_writing
+            and not node.is_writer_node
             and not flags & os.O_DIRECT
             and not any(handle.is_writable for handle in node.handles)
         )
 
     def _renew(self, node: Node) -> None:
-        """Make another node for the name, which the kernel never reads past this process.
+        """Give the name a new node that is never passed through.
 
-        The kernel opens a node in one way only, and finds the new node when it looks the name up
-        again. Call with the lock held.
+        The kernel opens a node in one mode only. It finds the new node when it looks up the name
+        again. The lock is held.
         """
         assert node.parent is not None
         renewed = self._nodes.add(node.parent, node.name, node.status)
@@ -326,7 +325,7 @@ class OpenFiles:
         handle = self._nodes.handle(handle_id)
         writer = handle.writer
         if writer is None and not handle.is_writable:
-            # Opened for reading before its writer has published anything.
+            # The file was opened for reading before its writer published anything.
             with self._lock:
                 writer = handle.node.writer()
             if writer is not None and writer.has_failed and handle.file is not None:
@@ -338,17 +337,17 @@ class OpenFiles:
         return self._reader.read(handle.file, offset, length, lambda: is_dying(caller))
 
     def _read_back(self, handle: Handle, writer: FileWriter, offset: int, length: int) -> bytes:
-        """Read a file through the descriptor that writes it: published bytes and unsent ones."""
+        """Read a file that is being written: published bytes from the storage, then the tail."""
         ending = writer.read(offset, length)
         if ending is not None:
             return ending
         view, sent = writer.view, writer.sent_bytes
         if view is None or writer.unchanged_bytes < min(offset + length, sent):
             raise UnsupportedError(
-                f"{writer.path}: what was written can be read back after fsync or close"
+                f"{writer.path}: written bytes can be read back after fsync or close"
             )
-        # Open already, since a generation that is open outlives its name; not where a file is read
-        # through the descriptor of another process.
+        # The handle's reader is preferred, because an open generation outlives its name. A handle
+        # that reads through the writer of another handle has none.
         file = handle.file or self._reader.open(view)
         try:
             head = self._reader.read_bytes(file, offset, min(length, sent - offset))
@@ -373,12 +372,14 @@ class OpenFiles:
 
     @contextlib.contextmanager
     def _changing(self, caller: Caller, handle: Handle) -> Iterator[None]:
+        """Note, after the block has changed the file of `handle`, that `caller` changed it."""
         try:
             yield
-            # Not who was refused: a child's exit must not publish its parent's half.
+            # Not after an error: a child whose write was refused must not publish, at its exit, the
+            # file that its parent is still writing.
             handle.unpublished_owners.add(caller.lock_owner)
         finally:
-            # Only now: if this process dies before, the kernel asks the next one to do this.
+            # After the change: if this process dies before, the kernel repeats the request.
             self._note_unfinished(handle)
 
     def truncate(
@@ -388,19 +389,20 @@ class OpenFiles:
         with self._lock:
             node = self._nodes.node(node_id)
         if handle_id is None:
-            self._settle_emptied(node, os.O_WRONLY)
+            self._finish_emptied(node, os.O_WRONLY)
         with self._lock:
             if node.status.is_dir:
                 raise refuse(errno.EISDIR)
             handle = self._nodes.handles.get(handle_id) if handle_id is not None else None
             if handle is None or not handle.is_writable:
-                # truncate(2) of a file that is not stored yet acts on what is written of it.
-                at_work = (h for h in node.handles if h.writer and h.phase is Phase.OPEN)
-                handle = next(at_work, None)
+                # truncate(2) of a file that is not stored yet cuts the bytes of its open writer.
+                writing = (h for h in node.handles if h.writer and h.phase is Phase.OPEN)
+                handle = next(writing, None)
                 if handle is None or not (node.is_local or node.is_detached):
                     if not node.is_wanted:
-                        # The kernel cuts the pages of the node that it names.
-                        self._own_node(caller, node)
+                        # The kernel cuts the pages of the node in the request, so that node must
+                        # not have readers.
+                        self._claim_writer_node(caller, node)
                     self._nodes.note_opened(node)
             path = node.path
         if handle is None:
@@ -424,7 +426,7 @@ class OpenFiles:
             writer.close()
         assert writer.view is not None
         with self._lock:
-            # The close of what emptied it may not have been heard of yet.
+            # The RELEASE of a handle that emptied the file before may still come.
             for other in self._nodes.same_file(node):
                 self._supersede(other.handles)
         self.published(node, writer.view)
@@ -444,7 +446,7 @@ class OpenFiles:
         stale = base is not None and not self._is_current(base.renamed(path))
         writer = self._storage.writer(path, None if stale else base)
         if stale:
-            # What it would be added to was replaced, or removed.
+            # The generation to append to was replaced or removed.
             writer.fail(refuse(errno.ESTALE, path))
         if handle.is_nameless:
             writer.detach()
@@ -463,14 +465,14 @@ class OpenFiles:
     # ---- closing --------------------------------------------------------------------------
 
     def flush(self, caller: Caller, handle_id: int) -> None:
-        """Publish at the close of a descriptor, if a process closes it that wrote the file."""
+        """Publish the file when a process that wrote it closes a descriptor."""
         handle = self._nodes.handle(handle_id)
         writer = handle.writer
-        if writer is None or not self._speaks_for(handle, writer, caller):
+        if writer is None or not self._is_closed_by_writer(handle, writer, caller):
             return
         handle.killed = was_killed(caller)
         if handle.killed:
-            # The kernel may give the number of its table of open files to another process.
+            # The kernel may reuse the lock owner of the killed process.
             handle.unpublished_owners.discard(caller.lock_owner)
             with self._lock:
                 self._nodes.note(handle)
@@ -478,8 +480,8 @@ class OpenFiles:
             # that holds the descriptor too may still finish the file and close it.
             _log.warning("process %d was killed while it wrote %s", caller.pid, writer.path)
             return
-        # A shell that redirects output closes its copy of the descriptor before anything was
-        # written: that must not replace the file by an empty one.
+        # A shell that redirects output closes its copy of the descriptor before the command writes:
+        # this close must not publish an empty file.
         handle.phase = Phase.COPY_CLOSED
         if (writer.was_written and not writer.is_detached) or writer.has_failed:
             try:
@@ -488,11 +490,11 @@ class OpenFiles:
                 self._drop_failed(handle.node)
                 raise
 
-    def _speaks_for(self, handle: Handle, writer: FileWriter, caller: Caller) -> bool:
-        """Return whether the process that closes a descriptor is one that the file is written by.
+    def _is_closed_by_writer(self, handle: Handle, writer: FileWriter, caller: Caller) -> bool:
+        """Return whether `caller`, which closes a descriptor, is a process that writes the file.
 
-        A child that inherited the descriptor closes it too, at its end or when it executes another
-        program. It does so in the middle of its parent's save.
+        A child that inherited the descriptor closes its copy when it ends or executes another
+        program, possibly in the middle of its parent's save.
         """
         if writer.has_failed:
             return True
@@ -518,43 +520,43 @@ class OpenFiles:
         try:
             if writer is not None and is_due:
                 self._publish(handle, writer)
-        # BaseException: extensions written in Rust panic with one that is no Exception.
+        # BaseException: a panic of an extension written in Rust is not an Exception.
         except BaseException as error:
             assert writer is not None
             _log.error("%s was not written: %r", writer.path, error)
         finally:
-            self._forget(handle)
+            self._drop(handle)
 
     def cancel(self, handle_id: int) -> None:
-        """Forget an open file that no process has: its open was not answered.
+        """Drop an open file that no process has, because the kernel did not take the reply.
 
-        With O_TRUNC, `release` would empty a file that nobody has opened.
+        `release` would publish the empty file of an open with O_TRUNC.
         """
         with self._lock:
             handle = self._nodes.handles.get(handle_id)
         if handle is not None:
-            self._forget(handle)
+            self._drop(handle)
 
-    def _forget(self, handle: Handle) -> None:
+    def _drop(self, handle: Handle) -> None:
         node = handle.node
         with self._lock:
             self._nodes.close(handle)
             if node.is_local and not node.is_unpublished:
-                self._leave_name(node)
+                self._detach_unpublished(node)
             file, handle.file = handle.file, None
         if file is not None:
             self._reader.close(file)
         if handle.writer is not None:
             handle.writer.close()
 
-    def _leave_name(self, node: Node) -> None:
+    def _detach_unpublished(self, node: Node) -> None:
         """Detach the node of a file that was never published and has no writer. The lock is held.
 
-        The node of another writer of that name takes its place.
+        If the name has another writer, lookups find the node of that writer from now on.
         """
         parent, name = node.parent, node.name
         self._nodes.detach(node)
-        for other in parent.writing.get(name, ()) if parent is not None else ():
+        for other in parent.writer_nodes.get(name, ()) if parent is not None else ():
             if other.writer() is not None and not other.status.identity:
                 self._nodes.make_local(other)
                 return
@@ -564,13 +566,13 @@ class OpenFiles:
         with self._lock:
             writers = [handle.writer for handle in node.handles if handle.writer is not None]
             if node.is_local and all(writer.has_failed for writer in writers):
-                self._leave_name(node)
+                self._detach_unpublished(node)
 
-    def _settle_emptied(self, node: Node, flags: int) -> None:
-        """Complete an O_TRUNC whose file was closed before this open of it.
+    def _finish_emptied(self, node: Node, flags: int) -> None:
+        """Publish, or supersede, what emptied handles of the file have not published yet.
 
-        The kernel says after close(2) that the last descriptor is gone; `: > log; echo >> log` may
-        open the file before we have heard of it.
+        The kernel sends RELEASE after close(2) has returned, so `: > log; echo >> log` may open the
+        file before the RELEASE of its first handle arrives. Readers only wait for that RELEASE.
         """
         with self._lock:
             handles = [h for other in self._nodes.same_file(node) for h in other.handles]
@@ -579,7 +581,7 @@ class OpenFiles:
             releasing = [handle for handle in handles if handle.phase is Phase.RELEASING]
             if flags & os.O_TRUNC:
                 self._supersede(emptied)
-                # Too late for that: they are at it.
+                # These are being published already.
                 closed = [handle for handle in emptied if handle.phase is Phase.RELEASING]
         if flags & os.O_ACCMODE == os.O_RDONLY:
             self.await_release(handles)
@@ -588,18 +590,18 @@ class OpenFiles:
             assert handle.writer is not None
             self._publish(handle, handle.writer)
         for handle in releasing:
-            # Shown now, so that it does not hide what is published after it.
+            # Wait for its publication, which must not come after a later one.
             with handle.publishing:
                 pass
 
-    def _outrun(self, handle: Handle) -> None:
-        """Keep handles that only emptied the file from replacing what `handle` has written.
+    def _supersede_emptied(self, handle: Handle) -> None:
+        """Keep handles that only emptied the file from replacing the bytes written by `handle`.
 
         The kernel may report the last close of such a handle after that of `handle`.
         """
         with self._lock:
             others = [h for node in self._nodes.same_file(handle.node) for h in node.handles]
-            # Who made the file without O_TRUNC, after another node had removed it, empties nothing.
+            # A handle without O_TRUNC created the file; it does not ask for an empty one.
             late = [
                 other
                 for other in others
@@ -608,7 +610,7 @@ class OpenFiles:
             ]
             self._supersede(late)
         for other in late:
-            # Wait for a publication that has begun. It cannot wait for this handle.
+            # Wait for a publication that has begun, which does not wait for `handle`.
             with other.publishing:
                 pass
 
@@ -621,8 +623,8 @@ class OpenFiles:
     def await_release(self, handles: Iterable[Handle]) -> None:
         """Wait for the release of handles that emptied their file and were closed.
 
-        A copy of the descriptor may be open still, in a command that has not written yet: then the
-        old content stands, and nobody waits for it again.
+        If RELEASE does not come in time, a command that has not written yet probably has a copy of
+        the descriptor. Then the old content is shown, and no call waits for the handle again.
         """
         closed = [
             handle
@@ -651,8 +653,8 @@ class OpenFiles:
             if not is_due or handle.is_obsolete:
                 return
             if writer.was_written and writer.starts_anew:
-                self._outrun(handle)
-            # First: who writes meanwhile has to be known when it closes the file.
+                self._supersede_emptied(handle)
+            # Before the publication, so that a process that writes during it is in the set.
             handle.unpublished_owners.clear()
             try:
                 writer.publish()
@@ -662,20 +664,19 @@ class OpenFiles:
                 self.published(handle.node, writer.view)
 
     def published(self, node: Node, view: FileView) -> None:
-        """Show a generation that a writer has published through its node."""
+        """Make lookups and readers find a generation that the writer of `node` has published."""
         with self._lock:
             for handle in node.handles:
                 is_its_own = handle.writer is not None and handle.writer.view is view
                 if handle.is_readable and (is_its_own or not handle.is_writable):
-                    self._hold(handle, view)
+                    self._reopen(handle, view)
             self._listings.drop(view.path)
             is_first = not node.status.identity
             node.status = status_of(view)
             directory = node.parent if not node.is_detached else None
             if directory is not None:
-                # Its size is that of what is written, from now on or in a moment: for readers
-                # there is another one.
-                self._nodes.make_writing(node)
+                # The size of this node follows the writer, so readers get another node.
+                self._nodes.make_writer_node(node)
                 self._show(node, directory, view, is_first=is_first)
                 if not node.handles:
                     self._nodes.detach(node)
@@ -687,11 +688,11 @@ class OpenFiles:
         """Make lookups find a generation that has just been published; the lock is held."""
         found = directory.children.get(node.name)
         if found is not None and found.is_local:
-            self._nodes.make_writing(found)
+            self._nodes.make_writer_node(found)
             found = None
         if found is not None and found.status.identity != view.identity:
             if found.had_readers:
-                # The kernel may hold pages of the generation before.
+                # The kernel may have pages of the previous generation.
                 self._nodes.detach(found)
                 found, is_first = None, False
             else:
@@ -700,13 +701,13 @@ class OpenFiles:
         if found is None:
             found = self._nodes.add(directory, node.name, node.status)
             if is_first:
-                # A file keeps the number that it was created with: SQLite, and whoever follows a
-                # log, takes another number for another file.
+                # A file keeps the inode number with which it was created, because SQLite and
+                # `tail -F` take another number for another file.
                 found.inode = node.shown_inode
                 self._nodes.note_node(found)
         node.inode = found.shown_inode
 
-    def _hold(self, handle: Handle, view: FileView) -> None:
+    def _reopen(self, handle: Handle, view: FileView) -> None:
         """Reopen a handle's reader on `view`; the lock is held."""
         old, handle.file = handle.file, self._reader.open(view)
         if old is not None:
@@ -720,8 +721,11 @@ class OpenFiles:
 
     # ---- names that go away under open files ----------------------------------------------
 
-    def waiting_at(self, path: str) -> list[Handle]:
-        """Return the handles open to write at `path` without a writer; the lock is held."""
+    def writerless_at(self, path: str) -> list[Handle]:
+        """Return the handles that may append to the file at `path` and have no writer yet.
+
+        The lock is held.
+        """
         return [
             handle
             for handle in self._nodes.handles.values()
@@ -731,18 +735,18 @@ class OpenFiles:
         ]
 
     def writers_of(self, path: str) -> list[FileWriter]:
-        """Return the writers of the file at `path`, begun also for handles that may append to it.
+        """Return all writers of the file at `path`, which is about to be removed or replaced.
 
-        An appending writer has read the end of the file by then, so that the file may go.
+        Handles that may append to the file get a writer first: it reads the end of the file now.
         """
         with self._lock:
-            waiting = self.waiting_at(path)
+            waiting = self.writerless_at(path)
         for handle in waiting:
             assert handle.base is not None
             if not self._is_current(handle.base.renamed(path)):
-                # Its file is gone already: a write says so, and a close without one need not.
+                # The file of the handle is gone already, which its first write reports.
                 continue
-            # Where nothing can be added, its first write says so.
+            # If the file cannot be appended to, the handle's first write reports that.
             with contextlib.suppress(BootseerError, OSError):
                 self._writer(handle)
             with self._lock:
@@ -750,10 +754,10 @@ class OpenFiles:
         with self._lock:
             return [writer for writer in self._nodes.writers() if writer.path == path]
 
-    def leave_nameless(self, handles: Iterable[Handle]) -> None:
-        """Detach handles without a writer from a name that this mount removed or replaced.
+    def note_nameless(self, handles: Iterable[Handle]) -> None:
+        """Note that this mount removed or replaced the file of handles that have no writer yet.
 
-        Call with the lock held.
+        The lock is held.
         """
         for handle in handles:
             if handle.writer is None:
@@ -768,7 +772,7 @@ class OpenFiles:
     def publish_moved(self, handle: Handle) -> None:
         """Publish a file that was renamed while it was written.
 
-        The rename is done: a failure is reported to the writer.
+        An error does not undo the rename; it is raised from later calls of the writer.
         """
         writer = handle.writer
         assert writer is not None
@@ -778,7 +782,7 @@ class OpenFiles:
             elif not writer.needs_publishing and writer.view is not None:
                 self.published(handle.node, writer.view)
         except (BootseerError, OSError) as error:
-            _log.error("%s was renamed, and what was written is lost: %s", writer.path, error)
+            _log.error("%s was renamed, but its written bytes are lost: %s", writer.path, error)
 
     # ---- the end of the mount -------------------------------------------------------------
 
@@ -787,15 +791,15 @@ class OpenFiles:
         with self._lock:
             handles = list(self._nodes.handles.values())
         for handle in handles:
-            # What was written is published at the close itself, or was given up then.
+            # Written bytes were published, or given up, at the close itself.
             if handle.has_only_truncated and handle.phase is not Phase.OPEN:
                 writer = handle.writer
                 self.release(handle.id)
                 if writer is not None and writer.has_failed:
                     self.unwritten.append(writer.path)
 
-    def give_up(self) -> list[Handle]:
-        """Note which files are lost now that the mount ends; return the handles to close."""
+    def note_unwritten(self) -> list[Handle]:
+        """Note the files whose written bytes the end of the mount loses; return all handles."""
         with self._lock:
             handles = list(self._nodes.handles.values())
         for handle in handles:
@@ -814,10 +818,10 @@ class OpenFiles:
                 self._reader.close(handle.file)
 
 
-def opened_as(handle: Handle, *, is_cached: bool = False) -> Opened:
+def open_reply(handle: Handle, *, is_cached: bool = False) -> Opened:
     """Return the answer to open. `is_cached`: whether the kernel reads through its page cache.
 
-    A node is one generation for its readers, so pages that the kernel keeps stay right.
+    All readers of a node read one generation, so pages of earlier opens stay valid.
     """
     descriptor = handle.descriptor
     return Opened(

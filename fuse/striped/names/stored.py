@@ -47,7 +47,7 @@ def status_of(view: FileView) -> FileStatus:
     return FileStatus(view.path, False, view.size_bytes, view.modified_ns, view.identity)
 
 
-class _Known(Struct, frozen=True):
+class _Examined(Struct, frozen=True):
     info: FileInfo
     header: Header | None
     layout: Layout | None
@@ -79,7 +79,7 @@ class StoredNames:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._examined: OrderedDict[str, _Examined] = OrderedDict()
         self._lock = threading.Lock()
 
     def status(self, path: str) -> FileStatus:
@@ -90,7 +90,7 @@ class StoredNames:
         """Return the status of the stored file `info`; read the file only if it can be a layout."""
         if info.is_dir:
             return FileStatus(info.path, True, 0, info.modified_ns, "")
-        known = self._know(info)
+        known = self._examine(info)
         info, header = known.info, known.header
         if info.is_dir:
             return self.status_of(info)
@@ -125,7 +125,7 @@ class StoredNames:
 
     def view_of(self, info: FileInfo) -> FileView:
         """Return the view of the stored file `info`, ready to be read."""
-        known = self._know(info, whole=True)
+        known = self._examine(info, whole=True)
         info, layout = known.info, known.layout
         if info.is_dir:
             raise refuse(errno.EISDIR, info.path)
@@ -136,32 +136,32 @@ class StoredNames:
 
     def is_striped(self, info: FileInfo) -> bool:
         """Return whether the stored file `info` is a layout."""
-        return self._know(info).header is not None
+        return self._examine(info).header is not None
 
-    def _know(self, info: FileInfo, *, whole: bool = False) -> _Known:
+    def _examine(self, info: FileInfo, *, whole: bool = False) -> _Examined:
         """Return header and layout of the stored file `info`; neither for an ordinary file.
 
         If the file was replaced since it was listed, both are of the new one.
         """
         if not may_be_layout(info.size_bytes):
-            return _Known(info, None, None)
+            return _Examined(info, None, None)
         with self._lock:
-            known = self._known.get(info.path)
+            known = self._examined.get(info.path)
             enough = known is not None and (
                 known.header is None or known.layout is not None or not whole
             )
             if known is not None and known.info == info and enough:
-                self._known.move_to_end(info.path)
+                self._examined.move_to_end(info.path)
                 return known
         known = self._probe(info, whole=whole)
         is_large = info.size_bytes > _PROBE_BYTES
         with self._lock:
-            self._known[info.path] = replace(known, layout=None) if is_large else known
-            while len(self._known) > _CACHED_LAYOUTS:
-                self._known.popitem(last=False)
+            self._examined[info.path] = replace(known, layout=None) if is_large else known
+            while len(self._examined) > _CACHED_LAYOUTS:
+                self._examined.popitem(last=False)
         return known
 
-    def _probe(self, info: FileInfo, *, whole: bool) -> _Known:
+    def _probe(self, info: FileInfo, *, whole: bool) -> _Examined:
         for attempt in range(3):
             length = info.size_bytes if whole else min(info.size_bytes, _PROBE_BYTES)
             data = self._backend.read(info.path, 0, length)
@@ -173,24 +173,24 @@ class StoredNames:
             except CorruptError as error:
                 problem = error
             if problem is None and len(data) == length:
-                return _Known(info, header, layout)
+                return _Examined(info, header, layout)
             # The file may have been replaced since `info` was read: compare with a new `info`.
             # The result of the last attempt counts.
             again = self._backend.stat(info.path)
             if attempt == 2 or again == info:
                 if problem is not None:
                     raise problem
-                return _Known(info, header, layout)
+                return _Examined(info, header, layout)
             info = again
             if info.is_dir or not may_be_layout(info.size_bytes):
-                return _Known(info, None, None)
+                return _Examined(info, None, None)
         raise AssertionError("unreachable")
 
     def forget(self, path: str) -> None:
         """Drop the layouts of a name that has changed, and of all names below it."""
         with self._lock:
-            for name in [n for n in self._known if n == path or n.startswith(path + "/")]:
-                del self._known[name]
+            for name in [n for n in self._examined if n == path or n.startswith(path + "/")]:
+                del self._examined[name]
 
 
 def new_generation() -> str:

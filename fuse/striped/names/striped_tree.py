@@ -479,7 +479,7 @@ class StripedTree:
         view = self._view_of(moved)
         self.backend.rename(moved.path, target, overwrite=replaced is not None)
         for file in self._readers_of(view):
-            file.view = file.view.moved(target)
+            file.view = file.view.at_path(target)
         self._retire(old)
 
     def _rename_directory(self, source: str, target: str, replaced: FileInfo | None) -> None:
@@ -493,7 +493,7 @@ class StripedTree:
         self._retired.moved(source, target)
         for file in self.reader.open_files():
             if file.view.path.startswith(source + "/"):
-                file.view = file.view.moved(target + file.view.path[len(source) :])
+                file.view = file.view.at_path(target + file.view.path[len(source) :])
 
     # ---- directories ----------------------------------------------------------------------
 
@@ -545,7 +545,7 @@ class StripedTree:
                 generation_folder(path, generation), generation_folder(parent, generation)
             )
         for file, to in moved.items():
-            file.view = file.view.moved(to)
+            file.view = file.view.at_path(to)
         self._retired.retire(parent, generations)
 
     # ---- readers of files that are replaced or removed --------------------------------------
@@ -586,7 +586,7 @@ class StripedTree:
         aside = f"{generation_folder(view.directory, generation)}/kept"
         self.backend.rename(view.path, aside)
         for file in self._readers_of(view):
-            file.view = file.view.moved(aside)
+            file.view = file.view.at_path(aside)
         self._retired.retire(view.directory, {generation})
 
     def _generations_in_use(self) -> set[str]:

@@ -239,7 +239,7 @@ class Window:
         for read in reads:
             self.memory.end_use(read)
 
-    def passed(
+    def leave_behind(
         self, file: OpenFile, reads: Sequence[CachedRead], end: int, *, is_only: bool
     ) -> None:
         """Note that a sequential reader has come to `end`.
@@ -397,7 +397,7 @@ class StripedReader:
             return None
         try:
             reader = file.parts.replicas(self._sources.backend, view.path).descriptor()
-            return reader if reader is not None and view.is_in(reader.current()) else None
+            return reader if reader is not None and view.matches(reader.current()) else None
         except (BootseerError, OSError):
             return None  # A read will raise the error.
 
@@ -429,7 +429,7 @@ class StripedReader:
             )
             if reached < min(advice.ahead_end, file.view.size_bytes):
                 with self._lock:
-                    file.streams.fell_short(advice.ahead_end, reached)
+                    file.streams.note_shortfall(advice.ahead_end, reached)
         return self._collect(file, wanted, offset, end, advice.whole_units, cancelled)
 
     def read_bytes(self, file: OpenFile, offset: int, length: int) -> bytes:
@@ -616,7 +616,7 @@ class StripedReader:
             for read in reads:
                 if sequential and self._window.starves_others(file, read):
                     with self._lock:
-                        file.streams.held_up(end)
+                        file.streams.widen_window(end)
                 self._window.wait(read, cancelled)
                 assert read.data is not None
                 stop = min(end, read.span.end)
@@ -628,6 +628,6 @@ class StripedReader:
         if sequential and file.open_count < 2:
             with self._lock:
                 is_only = file.streams.active_count(time.monotonic() - _ACTIVE_S) == 1
-            self._window.passed(file, reads, end, is_only=is_only)
+            self._window.leave_behind(file, reads, end, is_only=is_only)
         self._counters.add(served_bytes=end - offset)
         return result

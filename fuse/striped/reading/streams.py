@@ -45,7 +45,7 @@ class StreamTracker:
     """The streams of one file."""
 
     def __init__(self, window_bytes: int = START_WINDOW_BYTES, first_bytes: int = 0) -> None:
-        """Track with windows of `window_bytes`, which `held_up` widens.
+        """Track with windows of `window_bytes`, which `widen_window` widens.
 
         `first_bytes`: bytes to read ahead at once for a reader that begins at the start of the
         file.
@@ -85,7 +85,7 @@ class StreamTracker:
         stream.ahead = max(ahead_end, ahead_start)
         return Advice(True, ahead_start, stream.ahead)
 
-    def held_up(self, end: int) -> None:
+    def widen_window(self, end: int) -> None:
         """Widen the window of the stream at `end`: it waits for one stored file, others are idle.
 
         A wider window keeps the faster stored files busy.
@@ -99,7 +99,7 @@ class StreamTracker:
         """Return the number of sequential streams that have read something since then."""
         return sum(1 for s in self._streams if s.is_sequential and s.used_s >= since_s)
 
-    def fell_short(self, end: int, reached: int) -> None:
+    def note_shortfall(self, end: int, reached: int) -> None:
         """Note that read-ahead which was advised up to `end` was started only up to `reached`."""
         for stream in self._streams:
             if stream.ahead == end:

@@ -97,7 +97,7 @@ class Replicas:
         reader = self.pick(0, ())[1]
         return reader if isinstance(reader, HasDescriptor) else None
 
-    def was_late(self, number: int, offset: int) -> None:
+    def note_slow(self, number: int, offset: int) -> None:
         """Note that a reader was slow at `offset`."""
         with self._lock:
             block = self._block(offset)
@@ -105,7 +105,7 @@ class Replicas:
             if self._good.get(block) == number:
                 del self._good[block]
 
-    def was_good(self, number: int, offset: int) -> None:
+    def note_fast(self, number: int, offset: int) -> None:
         """Note that a reader was fast at `offset`."""
         with self._lock:
             block = self._block(offset)
@@ -270,7 +270,7 @@ class UnitRead(ReadJob):
         try:
             number, reader = replicas.pick(offset, avoided)
         except NotFoundError as error:
-            raise self._maybe_passing(error) from error
+            raise self._error_of_missing(error) from error
         self._readers[number] = reader
         one.number, one.has_replicas = number, reader.has_replicas
         one.tells_progress = reader.can_stop
@@ -290,12 +290,12 @@ class UnitRead(ReadJob):
                 if not attempt.is_given_up:
                     replicas.drop(number)
                 if isinstance(error, NotFoundError):
-                    raise self._maybe_passing(error) from error
+                    raise self._error_of_missing(error) from error
                 raise
 
         return read_into
 
-    def _maybe_passing(self, error: NotFoundError) -> BootseerError:
+    def _error_of_missing(self, error: NotFoundError) -> BootseerError:
         if self.failure_count + 1 < _MISSING_TRIES:
             return UnavailableError(str(error))
         return error
@@ -326,12 +326,12 @@ class UnitRead(ReadJob):
             if view.layout is None:
                 # No checksum tells whether the bytes are of one generation.
                 readers = tuple(self._readers.values())
-                self._is_changed = not all(view.is_in(reader.current()) for reader in readers)
+                self._is_changed = not all(view.matches(reader.current()) for reader in readers)
         except BaseException:
             self._replicas.drop(one.number)
             raise
         if not one.was_late and one.number in self._readers:
-            self._replicas.was_good(one.number, self._offset)
+            self._replicas.note_fast(one.number, self._offset)
 
     def land(self, one: Try, data: memoryview) -> None:
         if self._is_changed:
@@ -349,7 +349,7 @@ class UnitRead(ReadJob):
 
     def late(self, one: Try) -> None:
         if self._replicas is not None:
-            self._replicas.was_late(one.number, self._offset)
+            self._replicas.note_slow(one.number, self._offset)
 
     def waiter_error(self, error: BaseException) -> BaseException:
         if isinstance(error, NotFoundError):

@@ -213,7 +213,7 @@ class PartSet:
             while self._open_count() and not self.has_failed:
                 self._changed.wait(_POLL_S)
                 if self._is_late():
-                    self.fail(self._late())
+                    self.fail(self._deadline_error())
             if not self.has_failed:
                 self.state = PartSetState.STORED
                 self.shared.memory.end_file()
@@ -406,7 +406,7 @@ class PartSet:
             if cancelled():
                 raise InterruptedError
             if self._is_late():
-                raise self._late()
+                raise self._deadline_error()
 
     def _has_event_since(self, event_count: int) -> bool:
         return self._event_count > event_count
@@ -428,7 +428,7 @@ class PartSet:
     def _is_late(self) -> bool:
         return time.monotonic() - self._progress_s > self.deadline_s
 
-    def _late(self) -> BaseException:
+    def _deadline_error(self) -> BaseException:
         last = self._rounds[-1]
         name = last.parts[-1].name if last.parts else ""
         return self._outage or DeadlineError(
