@@ -2,8 +2,8 @@
 
 A volume of a pod is mounted before the pod has an address, and nobody tells a node on which nodes
 the other pods of the job run. So the nodes of such a start are numbers, which the names of pods
-tell, and a node looks up the address of a node when it first connects to it: those of its two
-parents, and of few others where these are lost. Any thread.
+tell, and a node looks up an address when it first connects to that node: the addresses of its two
+parents, and of a few other nodes if a parent is lost. Any thread.
 """
 
 import ipaddress
@@ -14,7 +14,7 @@ from bootseer.store import Store
 
 _ADDRESS_BYTES_MAX = 64
 _ABSENT_S = 0.5
-"""How long a node that has noted no address is not looked for again."""
+"""Pause before an address that a node has not noted yet is looked up again."""
 
 
 class NotedAddresses:
@@ -43,7 +43,7 @@ class NotedAddresses:
         return address, self._port
 
     def forget(self, node: int) -> None:
-        """Look the address of a node up again, since nobody answered there as this node."""
+        """Look up the address of a node again: no process proved there to be that node."""
         self._known.pop(node, None)
 
     def _read(self, node: int) -> str:
@@ -51,7 +51,7 @@ class NotedAddresses:
             return ""
         try:
             data = self._store.read(f"{self._prefix}/{node}", 0, _ADDRESS_BYTES_MAX)
-            # Not a name, which anybody who can write to the store could have resolved for him.
+            # Not a host name: a writer of the store could make this node resolve any name.
             return str(ipaddress.ip_address(data.decode("ascii")))
         except (BootseerError, ValueError):
             self._absent_until_s[node] = time.monotonic() + _ABSENT_S

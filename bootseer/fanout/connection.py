@@ -12,14 +12,14 @@ from bootseer.errors import CorruptError
 from bootseer.fanout import protocol
 from bootseer.fanout.protocol import Hello
 
-# A source has no more than this in the kernel that is not sent: what a child no longer wants when
-# it leaves is little, and heartbeats are not behind much.
+# Limit of unsent bytes of a connection in the kernel of a source: few bytes are wasted when a child
+# leaves, and heartbeats wait behind few bytes.
 _UNSENT_BYTES = 64 << 10
 _TCP_NOTSENT_LOWAT = 25
-# One wake-up for as many bytes; a part of them is looked at every `_LOOK_S`.
+# The process wakes up once per this many bytes, and every `_LOOK_S` for fewer bytes.
 _WAKE_BYTES = 256 << 10
 _LOOK_S, _SMALL_BYTES = 0.25, 1024
-# A timer may fire so much early.
+# The event loop may fire a timer this much too early.
 _TIMER_S = 0.001
 
 
@@ -121,10 +121,10 @@ class Link:
         silence_s: float,
         moved: Callable[[int], None] = lambda count: None,
     ) -> int:
-        """Receive into `data` behind its first `have` bytes; return how many it has then.
+        """Receive into `data` behind its first `have` bytes; return the count of bytes in it then.
 
-        The bytes up to `least` are waited for, and more than that is taken if it is there. This
-        process wakes up when all of `data` has come, and every `_LOOK_S` if that is much.
+        Wait until `data` has `least` bytes, and take more if they have arrived already. For a large
+        `data` this process wakes up when `data` is full, and every `_LOOK_S`.
 
         Raises: TimeoutError when nothing comes for `silence_s`; ConnectionError.
         """
@@ -165,7 +165,7 @@ class Link:
         *,
         more: bool = False,
     ) -> None:
-        """Send `data` and `body`. With `more` the last packet waits for what follows at once.
+        """Send `data` and `body`. With `more`, the last packet waits for bytes that follow at once.
 
         Raises: TimeoutError when nothing can be sent for `silence_s`; ConnectionError.
         """
@@ -202,8 +202,8 @@ class Link:
         return await self._waiter.wait(wait_s)
 
     def _arrived(self) -> None:
-        # Received here: until that is done, the event loop calls this again and again. Watched from
-        # one wait to the next: who receives a stream is waiting again by then.
+        # The bytes are received here, because the event loop calls this again until they are. The
+        # socket stays watched between two waits: a receiver of a stream waits again by then.
         if not self._waiter.is_waiting:
             self._unwatch()
             return

@@ -2,12 +2,12 @@
 
 Nobody can verify such a document. A node therefore asks both of its parents, one in each tree, and
 believes a copy that both have. The nodes between a node and the store are inner nodes in one tree
-only (`trees`), so one liar changes one of the two copies: the node then reads the store itself. So
-it does where a parent is silent or was lost. Roots read the store.
+only (`trees`), so one liar changes one of the two copies: the node then reads the store itself. A
+node also reads the store if a parent is silent or was lost. Roots read the store.
 
 A copy is passed on in its own tree at once, before it is compared: a wrong one costs the nodes
 below the liar a read of the store each. A node answers for a document that its own start has not
-asked for yet, by asking its parents. What a node has answered stays the same until its start ends.
+asked for yet, by asking its parents. An answer of a node stays the same until its start ends.
 
 A document is sent as one byte, 1 if the store has it, else 0, and its bytes. All runs in the thread
 of an event loop.
@@ -43,7 +43,7 @@ class _Document:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.copies: list[asyncio.Future[bytes]] = [loop.create_future() for _ in range(TREE_COUNT)]
-        """What is passed on in each tree; b"": the children read the store."""
+        """Copy that is passed on in each tree; b"": the children read the store."""
         self.found: asyncio.Future[tuple[bytes, bool]] = loop.create_future()
 
     def settle(self, data: bytes) -> None:
@@ -148,7 +148,7 @@ class Documents:
 
     async def _ask(self, key: str, tree: int, parent: int, document: _Document) -> bytes:
         """Return the copy of a parent; b"" if it sends none in time."""
-        # Each further level waits longer, since it hears of what those above have read.
+        # Each further level waits longer, because it waits for the reads of the levels above.
         later_s = _LEVEL_S * len(self._trees.ancestors(tree, self._own))
         gathered_s = self._began_s + GATHER_S
         until_s = max(gathered_s, self._loop.time() + _ANSWER_S) + later_s

@@ -68,9 +68,9 @@ _T = TypeVar("_T")
 _TICK_S = 0.1
 _PROOF_S = 2.0
 _IDLE_S = 10.0
-"""How long a connection may stay without a request."""
+"""Time after which a connection without a request is closed."""
 _STALLED_S = 5.0
-"""How long a child may take nothing before it loses its stream."""
+"""Time after which a child that takes no bytes loses its stream."""
 _STORE_IN_FLIGHT = 2
 """Chunks of a tree that are read from the store at once, unless the object says otherwise."""
 _STORE_THREADS = 32
@@ -78,7 +78,7 @@ _STORE_PAUSE_S = 1.0
 _CONNECTIONS_MAX = 512
 """A group of nodes that hand over their timelines, and as many others."""
 _ADDRESS_CONNECTIONS_MAX = 64
-"""Of one address: a hostile member cannot take all places."""
+"""Limit of connections from one address: a hostile member cannot take all places."""
 _REQUESTS_MAX = 1000
 _SPARE_LINKS_MAX, _SPARE_S = 32, 8.0
 """Connections kept after a question, and for how long: less than `_IDLE_S`."""
@@ -121,7 +121,7 @@ class _Stream:
 
     def __init__(self) -> None:
         self.sending_s: float | None = None
-        """When the chunk that is being sent was begun."""
+        """Time at which the current chunk was begun."""
 
 
 class _Buffer:
@@ -152,11 +152,11 @@ class _Share:
         """Bytes that the sources of each tree have sent, without those of helpers."""
         self.error: BootseerError | None = None
         self.moved_s = time.monotonic()
-        """When bytes came last."""
+        """Time at which bytes came last."""
         self.above_s = [self.moved_s] * TREE_COUNT
-        """When bytes of each tree came last to the nodes that feed this one."""
+        """Times at which bytes of each tree came last to the nodes that feed this one."""
         self.store_moved_s: Callable[[], float] = _never
-        """Returns when bytes came from the store last, also of chunks that are not whole yet."""
+        """Returns the time at which bytes last came from the store, also of unfinished chunks."""
         self.plans: list[SourcePlan] = []
         self.streams: set[_Stream] = set()
         self.waiting: list[set[Waiter]] = [set() for _ in range(TREE_COUNT)]
@@ -678,7 +678,7 @@ class Exchange(Closing):
                     if count == plan.length:
                         return Reason.WHOLE
                 else:
-                    # What has come behind a beat begins the next frame.
+                    # Bytes behind a beat are the beginning of the next frame.
                     have -= protocol.FRAME_BYTES
                     buffer.frame[:have] = bytes(buffer.frame[protocol.FRAME_BYTES :][:have])
                     is_flowing = have > 0
@@ -752,7 +752,7 @@ class Exchange(Closing):
                 await link.send(request.encode(), ASK_S)
                 answer = await link.receive(memoryview(bytearray(protocol.OFFER_BYTES)), ASK_S)
                 offers.append(protocol.decode_offer(answer, node, len(self._addresses)))
-                # Whoever has answered is likely to be taken, or asked again.
+                # A node that has answered is likely to become the source, or to be asked again.
                 self._keep_link(node, link)
                 link = None
             finally:

@@ -2,9 +2,9 @@
 
 The nodes of a start are split, in the order of their list, into groups of `GROUP_NODES`. The first
 node of a group gathers: it takes the timelines of the others, writes all it has as one object, and
-answers each of them only then. So whoever is told that a timeline is kept finds it in the store,
-and a node that is killed takes no other node's timeline with it: whoever hears nothing more of it
-publishes its own.
+answers each of them only then. So a node that is told that its timeline is kept finds it in the
+store. If the gathering node is killed, no timeline is lost: nodes without an answer publish their
+own.
 
 A publisher (`hand_over`) gives the timeline to its node's process of the fan-out through the
 abstract socket, which gives it to the node that gathers (`TimelineRoute`), where it comes to
@@ -40,14 +40,14 @@ MAGIC = b"BSFTIMES"
 WAITING, KEPT, REFUSED = b"\0", b"\1", b"\2"
 _SILENCE_S = 3.0
 _LIMIT_S = 30.0
-"""After so long a node publishes its own timeline, whatever it is told."""
+"""Time after which a node publishes its own timeline in any case."""
 _GATHER_S = 3.0
-"""How long a timeline waits for those of other nodes, which are ready at about the same time."""
+"""Wait of a timeline for those of other nodes, which become ready at about the same time."""
 _NAME_BYTES_MAX = 512
 TIMELINE_BYTES_MAX = 1 << 20
-"""A longer one is an object of its own."""
+"""Longest timeline that is gathered; a longer one becomes an object of its own."""
 _MEMBER_BYTES = 2048
-"""Of headers in the object, at most."""
+"""Most bytes of headers in the object for each timeline."""
 
 
 def gatherer_of(node: int) -> int:
@@ -86,7 +86,7 @@ class TimelineRoute(Struct, frozen=True):
     own: int
     key: bytes
     gathering: "Gathering | None"
-    """None where another node gathers."""
+    """Timelines that this node gathers; None if another node gathers."""
 
     def deliver(self, name: str, packed: bytes) -> bool:
         """Give a timeline to the node that gathers; return whether it is in the store.

@@ -80,7 +80,7 @@ _TIMELINES_S = 660.0
 _CLIENTS_MAX = 64
 _REQUEST_S = 5.0
 _TELL_S = 2.0
-"""How long a client may take no update before it is hung up on."""
+"""Time after which a client that takes no updates is disconnected."""
 _LOOK_S = 0.2
 _TELL_EVERY_S = 1.0
 """Interval in which a client learns that bytes come although no chunk is whole."""
@@ -93,7 +93,7 @@ _IN_FLIGHT_MIN, _IN_FLIGHT_MAX, _NEXT_CHUNKS = 2, 8, 16
 among so many chunks, since each file may be on another server or disk."""
 _SOURCES_MAX = 8
 _SPARE_SHARE = 0.5
-"""Of the room on the cache's disk, an object gets no more."""
+"""Share of the free space on the cache's disk that one object may take."""
 
 
 def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket) -> None:
@@ -178,7 +178,7 @@ def _give_up_alone(
 def _parents_addresses(own: int, trees: Trees, noted: NotedAddresses) -> list[tuple[str, int]]:
     """Return the addresses of the parents that begin within `GATHER_S`.
 
-    No other node's: each costs a read of the store.
+    Only the addresses of the parents are looked up: each costs a read of the store.
     """
     parents = {trees.parent(tree, own) for tree in range(TREE_COUNT)} - {STORE}
     until_s = time.monotonic() + GATHER_S

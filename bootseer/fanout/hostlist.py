@@ -12,9 +12,9 @@ from bootseer.base.display import quoted
 from bootseer.errors import InvalidInputError
 
 HOSTS_MAX = 65_536
-"""As many as one list of Slurm's names (MAX_RANGE of hostlist.c)."""
+"""Most hosts in a list: the limit of Slurm (MAX_RANGE of hostlist.c)."""
 TEXT_BYTES_MAX = 4 << 20
-"""The longest list, and the largest file, that is read: 64 bytes for each host."""
+"""Size of the longest list, and of the largest file, that is read: 64 bytes for each host."""
 _DIGITS_MAX = 18
 _NAME_MAX = 253
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")

@@ -65,14 +65,15 @@ CHUNK_BYTES_MAX = 16 << 20
 _OBJECT_BYTES_MAX = 1 << 42
 _JOIN_S = 5.0
 _STUCK_S = 5.0
-"""An object of which no bytes come for so long is read from the store: longer than a node needs to
-find another source, or to begin to read the store itself."""
+"""Time without bytes after which an object is read from the store: longer than a node needs to find
+another source, or to begin to read the store itself."""
 _CHUNK_S = 60.0
-"""The same where bytes come but no chunk is whole: on a slow line, a chunk of some megabytes takes
-long, and would take longer if every node read it."""
+"""Time without a whole chunk after which an object is read from the store although bytes come: on a
+slow line a chunk of some megabytes takes long, and would take longer if every node read it."""
 _NEAR_BYTES = 32 << 20
 _NEAR_S = 2.0
-"""A chunk that is neither so near, nor expected so soon, is not waited for."""
+"""Limits of a wait for a chunk, by the bytes and by the expected time before it; beyond both, the
+store is read."""
 _LOOK_S = 0.1
 
 
@@ -93,9 +94,9 @@ class SharedObject(Struct, frozen=True):
     url: str
     """URL of the store, which may hold credentials."""
     chunks: tuple[Chunk, ...]
-    """Each has a digest. Their bytes follow each other in the object's file."""
+    """Chunks, each with a digest, in the order of their bytes in the object's file."""
     is_wanted: bool = True
-    """Whether the node lacks it. Other nodes ask it in vain where it does not, and are told so."""
+    """Whether the node lacks the object. If not, it refuses requests of other nodes for it."""
 
     def encode(self) -> bytes:
         """Return the request for the object."""

@@ -26,12 +26,12 @@ from bootseer.errors import InvalidInputError
 from bootseer.fanout.hostlist import HOSTS_MAX, TEXT_BYTES_MAX, expand_hosts, is_host
 
 MEMBERS_MIN = 4
-"""Fewer nodes read the store by themselves: they cost it less than a meeting costs them."""
+"""Least number of nodes for a fan-out, which costs fewer nodes more than it saves the store."""
 PORT_FIRST, PORT_COUNT = 27_000, 1_000
-"""Where a start finds its port: below the ports of outgoing connections (32768) and of Kubernetes'
+"""Range of ports for starts: below the ports of outgoing connections (32768) and of Kubernetes'
 services (30000)."""
 AUTO = "auto"
-"""The value of `fanout_hosts` for: as the scheduler says."""
+"""Value of `fanout_hosts` that takes the list of the scheduler."""
 
 
 class Member(Struct, frozen=True):
@@ -42,7 +42,7 @@ class Member(Struct, frozen=True):
     """Name or address at which the others reach it."""
     port: int
     place: tuple[str, ...] = ()
-    """Its switches, the topmost first; empty where nobody tells them."""
+    """Switches above the node, the topmost first; empty if they are unknown."""
 
 
 class Membership(Struct, frozen=True):
@@ -105,7 +105,7 @@ class _Found(Struct, frozen=True):
     members: Sequence[Member]
     origin: str
     names: tuple[str, ...] = ()
-    """What this node is called in the list, beside `StartFacts.names`."""
+    """Further names of this node in the list, beside `StartFacts.names`."""
 
 
 _Answer = _Found | str | None

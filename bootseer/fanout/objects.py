@@ -30,7 +30,7 @@ class ChunkList(Struct, frozen=True):
     lengths: tuple[int, ...]
     digests: tuple[bytes, ...]
     offsets: tuple[int, ...]
-    """Where each chunk begins, and the object ends."""
+    """Offset at which each chunk begins, followed by the size of the object."""
 
     def encode(self) -> bytes:
         """Return the list as it is sent."""

@@ -45,7 +45,7 @@ ASK_S = 0.4
 GATHER_S = 1.5
 """Age of the job up to which a node waits for its parent to begin."""
 STARVED_S = 2.0
-"""How long a node waits for the nodes above it to go round a slow node."""
+"""Wait of a node until the nodes above it have gone round a slow node."""
 STUCK_S = 0.4
 """A child whose chunk takes longer is not counted as fed: it is lost or slow, and there is room for
 another one."""
@@ -58,7 +58,7 @@ PATH_MAX = 32
 """Nodes of a path that are sent: trees over 10,000 nodes are half as deep."""
 
 _FIRST_S = 0.6
-"""How long a source that offers chunks may take to send the first bytes of one."""
+"""Longest wait for the first bytes of a source that offers chunks."""
 _WINDOW_S = 0.6
 """Time over which a rate is measured: some round trips, and much less than a start."""
 _LOW_SHARE, _OTHER_SHARE = 0.4, 0.6
@@ -67,28 +67,29 @@ source may have been slow from the beginning."""
 _FLOOR_BYTES_PER_S = 100_000.0
 """Rate below which a source is slow in any network."""
 _LEAD_S = 0.3
-"""How far ahead, at the best rate, another node must be to be worth a move."""
+"""Lead, at the best rate, that another node must have to be worth a move."""
 _SLOW_S = 1.0
-"""How long a source that has chunks may send them slowly."""
+"""Time for which a source that has chunks may send them slowly."""
 _BEHIND_S, _FIRST_BEHIND_S = 0.3, 1.4
-"""How long a source may be behind its own source, and at the beginning, when that one may lie."""
+"""Time for which a source may be behind its own source; at the beginning longer, because the source
+of the source may lie."""
 _REPAIR_S = 0.5
-"""How long a source that has just moved is given to catch up."""
+"""Time for which a source that has just moved may catch up."""
 _STAND_IN_BEHIND_S, _PARENT_BEHIND_S = 1.5, 0.6
-"""How far behind this node a stand-in or the returned parent may be."""
+"""Largest lag behind this node of a stand-in, and of a parent that has returned."""
 _ASK_PAUSE_S, _CROWDED_PAUSE_S, _STORE_PAUSE_S, _PARENT_PAUSE_S = 0.3, 0.5, 0.5, 0.5
 _RETRY_S = 0.15
 _PATIENCE_MAX, _LINE_PATIENCE = 8.0, 4.0
 _ABOVE_S = 10.0
-"""How long a node that gets nothing waits while bytes come to the nodes above it: on a slow line,
-one chunk takes long, and every node that reads the store makes it slower. No longer, since a source
-may lie about that."""
+"""Longest wait of a node that gets nothing while bytes come to the nodes above it. On a slow line a
+chunk takes long, and every node that reads the store makes the line slower. The wait is limited,
+because a source may lie about the nodes above it."""
 _FULL_S = 1.0
-"""How long a node without a source waits for room at nodes that are ahead."""
+"""Wait of a node without a source for room at nodes that are ahead."""
 _SETTLED_S = 3.0
-"""How long a root looks for nodes that began before it and are ahead."""
+"""Time for which a root looks for nodes that began earlier and are ahead."""
 _STORE_CROWD = 2
-"""So many other nodes that read a tree from the store are too many: one is enough."""
+"""Number of other nodes reading a tree from the store that is too many: one is enough."""
 _TURN_S, _ALONE_S = 0.25, 0.3
 """Delay of each further level of a tree before its nodes read the store; how long a node that
 nobody answers waits."""
@@ -144,7 +145,7 @@ class Offer(Struct, frozen=True):
     streams: int
     """Nodes that it feeds in this object."""
     path: tuple[int, ...]
-    """Its source, the source of that one, and so on to STORE; empty while it has none."""
+    """Source of the node, the source of that source, and so on to STORE; empty without a source."""
     is_low: bool = False
     """Whether it receives less than it did."""
     is_line_slow: bool = False
@@ -296,16 +297,16 @@ class SourcePlan:
         self._offer = Offer(STORE, 0, 0, ())
         """The last offer of the source."""
         self._job_s = self._start_s = self._since_s = self._alive_s = self._offered_s = now_s
-        """When the first node began, as far as known; when this one did; when it took its source;
-        when that one last sent anything; when it first had chunks to send."""
+        """Times at which the first node began, as far as known; this node began; this node took its
+        source; the source last sent anything; the source first had chunks to send."""
         self._flows_s = now_s
-        """When the first bytes of the source came."""
+        """Time at which the first bytes of the source came."""
         self._above_s = now_s
-        """When bytes came last to the nodes above, which may lack the rest of a chunk."""
+        """Time at which bytes came last to the nodes above, which may lack the rest of a chunk."""
         self._chunk_s = now_s
-        """When the source got a chunk last."""
+        """Time at which the source last got a chunk."""
         self._path_changed_s = self._source_moved_s = now_s
-        """When a node of the path last changed its source; when the source itself did."""
+        """Times at which a node of the path, and the source itself, last changed its source."""
         self._source_path: tuple[int, ...] = ()
         self._path_age_s = 0.0
         """Path of the source, and the age of the job when the source said so."""
@@ -313,13 +314,13 @@ class SourcePlan:
         self._asked: tuple[int, ...] | None = None
         """Nodes that are being asked."""
         self._ask_s = now_s
-        """When nodes may be asked again."""
+        """Time from which nodes may be asked again."""
         self._readers: list[int] = []
         """Nodes that read the store."""
         self._freed: list[int] = []
         """Nodes that feed a source which was left as faulty, and so have a place free."""
         self._newest: dict[int, float] = {}
-        """When the nodes that began last did so."""
+        """Times at which the nodes that began last have begun."""
         self._has_begun = self._has_met_parent = False
         # While there is no source:
         self._lost_s, self._depth = now_s, len(self._ancestors)
@@ -591,7 +592,7 @@ class SourcePlan:
         if has_place and (self._stand_in != STORE or self.count or not fed):
             return self._take(now_s, self._stand_in, self._reason)
         if self.count == 0:
-            # All have just begun: the nearest ancestor that is there will be fed in time.
+            # The start has just begun: the nearest ancestor that answers will be fed in time.
             for node in self._ancestors:
                 if node in offers and self._can_use(now_s, offers[node]):
                     return self._take(now_s, node, self._reason)

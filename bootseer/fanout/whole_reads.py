@@ -31,7 +31,7 @@ ABSENT, PRESENT = b"\0", b"\1"
 """First byte of a document as it is sent."""
 KEY_BYTES_MAX = 1024
 DOCUMENT_BYTES_MAX = 1 << 20
-"""With the first byte. Larger ones are read from the store."""
+"""Size of the largest document, with its first byte, that nodes pass on."""
 _JOIN_S = 5.0
 _ANSWER_S = 7.0
 """Longest wait for a document: a little longer than the host's."""
