@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -417,7 +417,10 @@ class Exchange(Closing):
         return max(share.bytes_moved_s(tree) for tree in range(TREE_COUNT))
 
     def document(self, key: str) -> Future[tuple[bytes, bool]]:
-        """Begin to look for a document; see `Documents.get`. Raises: UnavailableError if closed."""
+        """Begin to look for a document; see `Documents.get`. `close` cancels the future.
+
+        Raises: UnavailableError if closed.
+        """
         if self._is_closed:
             raise UnavailableError("fan-out is closed")
         return asyncio.run_coroutine_threadsafe(self._documents.get(key), self._loop)
@@ -451,9 +454,11 @@ class Exchange(Closing):
         try:
             self._loop.run_forever()
             self._loop.remove_reader(self._listener)
-            for task in self._tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+            # Also what a task has begun: a task that is cancelled while it ends others leaves it.
+            while tasks := asyncio.all_tasks(self._loop):
+                for task in tasks:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         finally:
             self._listener.close()
             for _, link in self._spare.values():
@@ -470,7 +475,10 @@ class Exchange(Closing):
         if self._is_closed:
             what.close()
             raise UnavailableError("fan-out is closed")
-        asyncio.run_coroutine_threadsafe(what, self._loop).result()
+        try:
+            asyncio.run_coroutine_threadsafe(what, self._loop).result()
+        except CancelledError:
+            raise UnavailableError("fan-out is closed") from None
 
     def _spawn(self, what: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(what)

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
 from datetime import UTC, datetime
 from enum import Enum
 from functools import partial
@@ -393,8 +394,12 @@ class _Objects:
         answer = self._exchange.document(key)
         until_s = time.monotonic() + _DOCUMENT_S
         while not self._has_given_up.is_set() and time.monotonic() < until_s:
-            with contextlib.suppress(TimeoutError):
+            try:
                 return answer.result(_LOOK_S)
+            except TimeoutError:
+                continue
+            except CancelledError:
+                break
         raise UnavailableError(f"no node brings {key}")
 
     def _progress(self, one: _Object) -> Iterator[tuple[int, ...]]:

@@ -1,12 +1,15 @@
 """Nodes that feed each other over real sockets, with some of them at fault."""
 
+import asyncio
 import contextlib
 import gc
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import Context
 from pathlib import Path
+from typing import TypeVarTuple
 
 import pytest
 
@@ -14,10 +17,21 @@ from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, Una
 from bootseer.fanout.exchange import Exchange
 from bootseer.fanout.hosting import in_flight
 from bootseer.fanout.plan import Reason
+from bootseer.fanout.protocol import ASK, FEED, Request
 from bootseer.fanout.trees import STORE, Trees
 from bootseer.transfer.ranges import Chunk
 from testbed.waiting import wait_for
-from tests.bootseer.fanout.nodes import KEY, Content, FanoutJob, Gate, free_addresses
+from tests.bootseer.fanout.nodes import (
+    KEY,
+    Content,
+    FanoutJob,
+    Gate,
+    free_addresses,
+    member,
+    take,
+)
+
+_Given = TypeVarTuple("_Given")
 
 
 @pytest.fixture
@@ -241,3 +255,81 @@ def test_connections_that_come_as_a_node_ends_are_closed(job: FanoutJob) -> None
                 with contextlib.suppress(ConnectionResetError):
                     assert client.recv(1) == b""
     assert gc.collect() >= 0
+
+
+class _StoppedLoop(asyncio.SelectorEventLoop):
+    """Event loop that stops at one of its steps until another thread has called for the second
+    time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps_left = 0
+        """Steps that are still taken; 0 is without end."""
+        self.is_stopped, self._is_called = threading.Event(), threading.Event()
+        self._calls = 0
+
+    def call_soon(
+        self, callback: Callable[[*_Given], object], *given: *_Given, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = super().call_soon(callback, *given, context=context)
+        self.steps_left -= 1
+        if self.steps_left == 0:
+            self.is_stopped.set()
+            self._is_called.wait(20)
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*_Given], object], *given: *_Given, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = super().call_soon_threadsafe(callback, *given, context=context)
+        self._calls += self.steps_left > 0 or self.is_stopped.is_set()
+        if self._calls == 2:
+            self._is_called.set()
+        return handle
+
+
+@pytest.mark.parametrize("steps", range(5, 15, 3))
+def test_a_node_that_closes_as_an_object_becomes_whole_leaves_no_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """The node cancels its reads of the store then, and its questions to nodes that are silent."""
+    content, trees, loop = Content(2), Trees(4), _StoppedLoop()
+    gate = Gate(0)
+    read: set[int] = set()
+
+    def before(index: int) -> None:
+        read.add(index)
+        gate(index)
+
+    content.before = before
+    own = next(n for n in range(4) if STORE not in (trees.parent(0, n), trees.parent(1, n)))
+
+    def act(sock: socket.socket, request: Request) -> None:
+        if request.operation == FEED:
+            raise ConnectionResetError
+        take(sock, 1)
+
+    def question_count() -> int:
+        return sum(one.operation == ASK for several in requests for one in several)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(gate.open)
+        job = FanoutJob(stack, tmp_path, 4)
+        requests = [
+            stack.enter_context(member(job.addresses[number], number, act))
+            for number in range(4)
+            if number != own
+        ]
+        monkeypatch.setattr(asyncio, "new_event_loop", lambda: loop)
+        job.start(own)
+        job.join(content)
+        wait_for(lambda: len(read) == 2, "reads of the store")
+        known = question_count()
+        wait_for(lambda: question_count() > known, "a question")
+        job.nodes[own].put(content.name, 0, content.parts[0])
+        loop.steps_left = steps
+        job.nodes[own].put(content.name, 1, content.parts[1])
+        assert loop.is_stopped.wait(10)
+        job.nodes[own].close()
+        assert not asyncio.all_tasks(loop)
