@@ -111,6 +111,8 @@ def _child(request: dict[str, Any], rank: int | None, rendezvous: Path, result: 
             dist.init_process_group(
                 "gloo", init_method=rendezvous.as_uri(), rank=rank, world_size=request["ranks"]
             )
+            # A rank that ended at once would refuse those that still connect to it.
+            dist.barrier()
             arguments = [rank, *arguments]
         value = function(*arguments)
         result.write_text(json.dumps(value))
