@@ -416,6 +416,23 @@ class Exchange(Closing):
         share = self._shares[name]
         return max(share.bytes_moved_s(tree) for tree in range(TREE_COUNT))
 
+    @property
+    def has_everything(self) -> bool:
+        """Whether objects were joined and each is here as a whole, or has failed."""
+        joined = self._joined()
+        return bool(joined) and all(
+            share.error is not None or all(map(share.is_whole, range(TREE_COUNT)))
+            for share in joined
+        )
+
+    @property
+    def moved_s(self) -> float:
+        """The monotonic time at which an object was joined or its bytes came last; 0.0 if none."""
+        return max((share.moved_s for share in self._joined()), default=0.0)
+
+    def _joined(self) -> list[_Share]:
+        return [share for share in list(self._shares.values()) if share.file >= 0]
+
     def document(self, key: str) -> Future[tuple[bytes, bool]]:
         """Begin to look for a document; see `Documents.get`. `close` cancels the future.
 

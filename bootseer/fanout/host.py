@@ -3,7 +3,7 @@
 The process listens for other nodes (`exchange`) and for the processes of this node (`local`), and
 reports to `bootseer run`, which waits for the report, that it listens. It ends when the start is
 ready, when the job has ended, or after a quarter of an hour. Heavy modules are imported after the
-report.
+report. The volumes of pods have a process of their own around it (`kubernetes.csi.fanout_host`).
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import hashlib
 import os
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -21,6 +22,9 @@ from bootseer.fanout.membership import Membership
 from bootseer.linux.processes import ProcessId
 from bootseer.served.processes import FANOUT, Report, serve
 from bootseer.settings.config import Settings
+
+if TYPE_CHECKING:
+    from bootseer.fanout.hosting import WriteStage
 
 _BACKLOG = 256
 """Connections that wait until its code is loaded."""
@@ -43,6 +47,8 @@ class HostPlan(Struct, frozen=True, kw_only=True):
     the membership has the addresses of all."""
     window_s: float = 900.0
     """A start that has not said `ready()` by then is taken for over."""
+    says_ready: bool = True
+    """Whether the start says `ready()`. If not, the figures are written once all has come."""
 
 
 def socket_name(settings: Settings) -> bytes:
@@ -54,12 +60,16 @@ def socket_name(settings: Settings) -> bytes:
 
 def main() -> int:
     """Return the exit code: 0 at its end."""
-    return serve(FANOUT, _host)
+    return serve(FANOUT, lambda line, report: take_part(from_line(line, HostPlan), report))
 
 
-def _host(line: bytes, report: Report) -> None:
-    """Take part as the plan in `line` says. Raises: BootseerError, OSError."""
-    plan = from_line(line, HostPlan)
+def take_part(plan: HostPlan, report: Report, write: "WriteStage | None" = None) -> None:
+    """Take part as the plan says, from now until the end.
+
+    `write` writes the stage of the timeline, by default to the one that the environment names.
+
+    Raises: BootseerError, OSError.
+    """
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
@@ -73,9 +83,9 @@ def _host(line: bytes, report: Report) -> None:
         peers = stack.enter_context(_listener(plan))
         ours.listen(_BACKLOG)
         report.ready()
-        from bootseer.fanout.hosting import take_part
+        from bootseer.fanout import hosting
 
-        take_part(plan, ours, peers)
+        hosting.take_part(plan, ours, peers, write or hosting.write_stage)
 
 
 def _listener(plan: HostPlan) -> socket.socket:

@@ -3,6 +3,8 @@
 `take_part` is the main function of the process (`host`). The main thread waits for the end of the
 start and for clients; each client has a thread, which reports the progress of its object. Once the
 start is ready, its objects are given up, and for some minutes the process passes on timelines.
+The node's sources become a stage of the start's timeline: when the start is ready; or, where nobody
+says that it is, once everything that was asked for has come, and again for what came later.
 """
 
 import array
@@ -14,7 +16,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from datetime import UTC, datetime
 from enum import Enum
@@ -69,7 +72,8 @@ from bootseer.linux.private_files import private_directory
 from bootseer.served.control import is_trusted_peer
 from bootseer.served.ready_socket import ReadySocket
 from bootseer.store import Store, open_own_store, open_store
-from bootseer.timeline import stage
+from bootseer.timeline.otlp import Value
+from bootseer.timeline.recorder import current
 from bootseer.timeline.stored import gathered_key_of
 from bootseer.transfer.chunks import ChunkFetcher
 from bootseer.transfer.ranges import Chunk
@@ -95,12 +99,25 @@ among so many chunks, since each file may be on another server or disk."""
 _SOURCES_MAX = 8
 _SPARE_SHARE = 0.5
 """Share of the free space on the cache's disk that one object may take."""
+_SETTLED_S = 3.0
+"""Figures are written once nothing has come for so long. The volumes of a pod are mounted at the
+same time, so that a later object is rare."""
+
+WriteStage = Callable[[int, Mapping[str, Value]], None]
+"""Function that writes the stage "fan-out": its time in ns since 1970, and its attributes."""
 
 
-def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket) -> None:
+def write_stage(at_ns: int, attributes: Mapping[str, Value]) -> None:
+    """Write the stage to the timeline that the environment names, if it names one."""
+    timeline = current()
+    if timeline is not None:
+        timeline.note("fan-out", at_ns, 0, attributes)
+
+
+def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket, write: WriteStage) -> None:
     """Receive objects and send objects on until the start is ready; then pass on timelines.
 
-    Raises: BootseerError, OSError.
+    `write` is called in this thread. Raises: BootseerError, OSError.
     """
     with ours, peers, open_own_store(plan.settings) as store:
         secret = bytes.fromhex(plan.secret) or shared_secret(store, plan.start)
@@ -112,7 +129,7 @@ def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket) -> None
         noted = None
         if plan.address:
             noted = NotedAddresses(store, plan.start, addresses[membership.own][1])
-            noted.note(membership.own, plan.address)
+            noted.note(membership.own, plan.address, plan.settings.node)
         with contextlib.ExitStack() as stack:
             exchange = stack.enter_context(
                 Exchange(
@@ -127,10 +144,11 @@ def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket) -> None
                 target=_give_up_alone, args=(membership, trees, noted, objects), daemon=True
             )
             probe.start()
-            end = _wait_for_end(plan, ours, objects, plan.window_s)
+            figures = _Figures(plan, exchange, noted, write)
+            end = _wait_for_end(plan, ours, objects, plan.window_s, figures)
             is_alone = objects.has_given_up
             objects.stop()
-        _note(plan, exchange.source_records(), is_alone=is_alone)
+        figures.write_last(is_alone=is_alone)
         if end is not _End.READY or not plan.settings.publish_timelines:
             return
         with contextlib.ExitStack() as stack:
@@ -220,9 +238,17 @@ class _End(Enum):
 
 
 def _wait_for_end(
-    plan: HostPlan, ours: socket.socket, objects: "_Objects", window_s: float
+    plan: HostPlan,
+    ours: socket.socket,
+    objects: "_Objects",
+    window_s: float,
+    figures: "_Figures | None" = None,
 ) -> _End:
-    """Accept clients until the start is ready, or all is over."""
+    """Accept clients until the start is ready, or all is over.
+
+    `figures` are written meanwhile if nobody says that the start is ready.
+    """
+    figures = None if plan.says_ready else figures
     until_s = time.monotonic() + window_s
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
@@ -237,7 +263,10 @@ def _wait_for_end(
         for source in (ours, ready, user, objects.given_up):
             selector.register(source, selectors.EVENT_READ)
         while (left_s := until_s - time.monotonic()) > 0:
-            found = {key.fileobj for key, _ in selector.select(left_s)}
+            pause_s = left_s if figures is None else min(left_s, _SETTLED_S)
+            found = {key.fileobj for key, _ in selector.select(pause_s)}
+            if figures is not None:
+                figures.write_settled()
             if {user, objects.given_up} & found:
                 return _End.OVER
             if ready in found and ready.take() and not objects.is_stopped:
@@ -481,43 +510,77 @@ class _Objects:
 # ---- the timeline -----------------------------------------------------------------------------
 
 
-def _note(plan: HostPlan, fed: list[SourceRecord], *, is_alone: bool) -> None:
-    """Write the sources of this node to the timeline of the start."""
-    membership = plan.membership
-    names = [one.name for one in membership.members]
-    own = membership.members[membership.own]
-    came_bytes = sum(one.byte_count for one in fed)
-    stored_bytes = sum(one.byte_count for one in fed if one.source == STORE)
-    left = [one for one in fed if one.left_because and one.source != STORE]
-    fallback = ""
-    if stored_bytes == came_bytes and (came_bytes or is_alone):
-        fallback = f"no other node could be used: port {own.port} may be blocked"
-        _log.warning("warning: %s", fallback)
-    elif left:
-        fallback = f"{own.name} {_told(max(left, key=_lost_s), names)}"
-    with stage("fan-out") as span:
-        span.set("bootseer.bytes", came_bytes)
-        span.set("bootseer.fanout.store_bytes", stored_bytes)
-        span.set("bootseer.fanout.nodes", len(names))
-        span.set("bootseer.fanout.list_from", membership.origin)
-        for name, value in request_counts().items():
-            span.set(name, value)
+class _Figures:
+    """Figures of this node's sources, written to the timeline in one or several stages."""
+
+    def __init__(
+        self, plan: HostPlan, exchange: Exchange, noted: NotedAddresses | None, write: WriteStage
+    ) -> None:
+        self._plan, self._exchange, self._noted = plan, exchange, noted
+        self._write_stage = write
+        self._written = 0
+        """Number of source records that are in an earlier stage."""
+        self._requests: Counter[str] = Counter()
+        """Requests that are in an earlier stage."""
+
+    def write_settled(self) -> None:
+        """Write the figures of what has come since the last stage, if nothing more is coming."""
+        if time.monotonic() - self._exchange.moved_s < _SETTLED_S:
+            return
+        if self._exchange.has_everything and len(self._exchange.source_records()) > self._written:
+            self._write(self._exchange.moved_s)
+
+    def write_last(self, *, is_alone: bool) -> None:
+        """Write the figures that no stage has. `is_alone`: no other node could be used."""
+        if not self._plan.says_ready and self._exchange.moved_s:
+            if len(self._exchange.source_records()) > self._written:
+                self._write(self._exchange.moved_s, is_alone=is_alone)
+        else:
+            self._write(time.monotonic(), is_alone=is_alone)
+
+    def _write(self, at_s: float, *, is_alone: bool = False) -> None:
+        records = self._exchange.source_records()
+        fed, self._written = records[self._written :], len(records)
+        counts = Counter(request_counts())
+        requests, self._requests = counts - self._requests, counts
+        attributes = self._attributes(fed, is_alone=is_alone)
+        at_ns = time.time_ns() - round((time.monotonic() - at_s) * 1e9)
+        self._write_stage(at_ns, {**attributes, **requests})
+
+    def _attributes(self, fed: list[SourceRecord], *, is_alone: bool) -> dict[str, Value]:
+        membership = self._plan.membership
+        came_bytes = sum(one.byte_count for one in fed)
+        stored_bytes = sum(one.byte_count for one in fed if one.source == STORE)
+        found: dict[str, Value] = {
+            "bootseer.bytes": came_bytes,
+            "bootseer.fanout.store_bytes": stored_bytes,
+            "bootseer.fanout.nodes": len(membership.members),
+            "bootseer.fanout.list_from": membership.origin,
+        }
         if fed:
             longest = sorted(fed, key=lambda one: -one.byte_count)[:_SOURCES_MAX]
-            span.set("bootseer.fanout.sources", "; ".join(_told(one, names) for one in longest))
-        if fallback:
-            span.set("bootseer.fallback", fallback)
+            found["bootseer.fanout.sources"] = "; ".join(map(self._told, longest))
+        left = [one for one in fed if one.left_because and one.source != STORE]
+        if stored_bytes == came_bytes and (came_bytes or is_alone):
+            port = membership.members[membership.own].port
+            fallback = f"no other node could be used: port {port} may be blocked"
+            _log.warning("warning: %s", fallback)
+            found["bootseer.fallback"] = fallback
+        elif left:
+            lost = max(left, key=lambda one: one.seconds)
+            found["bootseer.fallback"] = f"{self._name(membership.own)} {self._told(lost)}"
+        return found
 
+    def _told(self, one: SourceRecord) -> str:
+        """Return the sentence for a source: "was fed by n9 at 40.0 MB/s; left it after 0.8 s"."""
+        source = "the store" if one.source == STORE else self._name(one.source)
+        rate = one.byte_count / one.seconds / 1e6 if one.seconds > 0 else 0.0
+        sentence = f"was fed by {source} at {rate:.1f} MB/s"
+        if one.left_because and one.source != STORE:
+            sentence += f"; left it after {one.seconds:.1f} s: {one.left_because}"
+        return sentence
 
-def _lost_s(one: SourceRecord) -> float:
-    return one.seconds
-
-
-def _told(one: SourceRecord, names: list[str]) -> str:
-    """Return the sentence for one source: "was fed by n9 at 40.0 MB/s; left it after 0.8 s"."""
-    source = "the store" if one.source == STORE else names[one.source]
-    rate = one.byte_count / one.seconds / 1e6 if one.seconds > 0 else 0.0
-    sentence = f"was fed by {source} at {rate:.1f} MB/s"
-    if one.left_because and one.source != STORE:
-        sentence += f"; left it after {one.seconds:.1f} s: {one.left_because}"
-    return sentence
+    def _name(self, node: int) -> str:
+        if self._noted is not None:
+            return self._noted.name(node)
+        return self._plan.membership.members[node].name

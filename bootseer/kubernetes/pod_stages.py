@@ -25,7 +25,6 @@ from bootseer.kubernetes.containerd import container
 from bootseer.linux.processes import ProcessId
 from bootseer.prefetch.snapshotter.snapshot import ImageMount
 from bootseer.profile.publish.note import LauncherNote, is_stored
-from bootseer.profile.publish.round import publish
 from bootseer.served.service import live_mounts
 from bootseer.settings.config import Settings, launcher_rank
 from bootseer.settings.values import as_name
@@ -135,6 +134,8 @@ class _Publisher:
         self._lock = threading.Lock()
         self._waiting: deque[LauncherNote] = deque()
         self._is_running = False
+        self._idle = threading.Event()
+        self._idle.set()
 
     def put(self, note: LauncherNote) -> None:
         """Queue a timeline; if the queue is full, drop the oldest one."""
@@ -146,19 +147,26 @@ class _Publisher:
             if self._is_running:
                 return
             self._is_running = True
+            self._idle.clear()
         try:
             threading.Thread(target=self._run, name="timeline", daemon=True).start()
         except RuntimeError as error:
             # The next timeline starts the thread.
             with self._lock:
                 self._is_running = False
+                self._idle.set()
             _log.warning("timeline %s is not published yet: %s", note.timeline, error)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until no timeline waits or is being published; return whether that is so."""
+        return self._idle.wait(timeout_s)
 
     def _run(self) -> None:
         while True:
             with self._lock:
                 if not self._waiting:
                     self._is_running = False
+                    self._idle.set()
                     return
                 note = self._waiting.popleft()
             try:
@@ -170,7 +178,15 @@ class _Publisher:
 _PUBLISHER = _Publisher()
 
 
+def wait_published(timeout_s: float) -> bool:
+    """Wait until the timelines of this process are published or given up; return whether so."""
+    return _PUBLISHER.wait(timeout_s)
+
+
 def _publish(note: LauncherNote) -> None:
+    # Here: pods wait until the fan-out's process has loaded this module.
+    from bootseer.profile.publish.round import publish
+
     problems = publish([note], {}).problems
     for receiver, problem in problems.items():
         _log.warning("%s does not accept timeline %s: %s", receiver, note.timeline, problem)

@@ -65,12 +65,15 @@ def requests_of(graph: StartGraph) -> tuple[Requests, ...]:
 
 def fan_out_of(graph: StartGraph) -> FanOut | None:
     """Return the bytes received by the fan-out, or None if there were none."""
-    nodes, received, stored = 0, 0.0, 0.0
+    nodes: set[str] = set()
+    received = stored = 0.0
     for group, span in graph.spans(FANOUT):
         evidence = group.evidence[span]
-        came = [one for one in evidence.get("bootseer.bytes", ()) if one > 0]
-        nodes += len(came)
-        received += sum(came)
+        for node, count in zip(group.nodes, evidence.get("bootseer.bytes", ()), strict=False):
+            if count > 0:
+                # A node of volumes writes a stage again for what came later.
+                nodes.add(node)
+                received += count
         figures = evidence.get("bootseer.fanout.store_bytes", ())
         stored += sum(one for one in figures if not math.isnan(one))
-    return FanOut(nodes, round(received), round(stored)) if received else None
+    return FanOut(len(nodes), round(received), round(stored)) if received else None

@@ -87,9 +87,20 @@ PUBLISHER = Role("bootseer.prefetch.publish.publishing", "the publisher")
 WARMER = Role("bootseer.prefetch.warm.worker", "warming")
 ATTENDANT = Role("bootseer.launch.attendant", "the attendant of the start")
 FANOUT = Role("bootseer.fanout.host", "the fan-out")
+VOLUMES_FANOUT = Role("bootseer.kubernetes.csi.fanout_host", "the fan-out of volumes")
 ROLES = {
     role.module: role
-    for role in (TREE, CHECKPOINTS, JOB_MOUNT, HOLDER, PUBLISHER, WARMER, ATTENDANT, FANOUT)
+    for role in (
+        TREE,
+        CHECKPOINTS,
+        JOB_MOUNT,
+        HOLDER,
+        PUBLISHER,
+        WARMER,
+        ATTENDANT,
+        FANOUT,
+        VOLUMES_FANOUT,
+    )
 }
 """All roles, by module: a spawner starts no other module."""
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from testbed.waiting import polling, wait_for
 
 _PREFIX = "bootseer-kubernetes-"
 _READY_DEADLINE_S = 120.0
+_NODES_MAX = 8
 _TOOLS = ("dpkg-source", "docker-registry", "gcc", "iptables", "java", "runc", "skopeo", "umoci")
 
 
@@ -84,10 +85,11 @@ class KubernetesCluster(Closing):
         }  # fmt: skip
         init = self.programs / "init"
         self.lan = Lan("lan", self.folder / "lan", init)
-        self.nodes = [
+        self._all_nodes = [
             ClusterNode(self.lan, number, self.folder / f"node{number}", init)
-            for number in range(1, node_count + 1)
+            for number in range(1, _NODES_MAX + 1)
         ]
+        self.nodes = self._all_nodes[:node_count]
         self._hdfs: MiniHdfs | None = None
         try:
             self._start()
@@ -100,7 +102,8 @@ class KubernetesCluster(Closing):
     def _start(self) -> None:
         lan, folder = self.lan, self.folder
         lan.start()
-        settings.write_tokens(folder / "tokens.csv", self.nodes)
+        # The API server reads them once.
+        settings.write_tokens(folder / "tokens.csv", self._all_nodes)
         key = ["openssl", "genrsa", "-out", str(folder / "accounts.key"), "2048"]
         subprocess.run(key, capture_output=True, check=True, timeout=60)
         self._control("etcd", settings.etcd(folder / "etcd"))
@@ -139,6 +142,26 @@ class KubernetesCluster(Closing):
         """Return major and minor number of one of the cluster's programs."""
         return release(program, self.environment["PATH"])
 
+    @contextlib.contextmanager
+    def more_nodes(self, node_count: int) -> Iterator[list[ClusterNode]]:
+        """Have so many nodes in all for a while; yield them."""
+        first = list(self.nodes)
+        added = self._all_nodes[len(first) : node_count]
+        try:
+            for node in added:
+                self.power_on(node)
+                for other in self.nodes:
+                    other.run("ip", "route", "replace", node.pods, "via", node.address)
+                self.nodes.append(node)
+            self.wait_ready()
+            yield self.nodes
+        finally:
+            self.nodes = first
+            for node in added:
+                node.kill()
+                node.wipe()
+                self.try_kubectl("delete", "node", node.name)
+
     def power_off(self, node: ClusterNode) -> None:
         """Kill everything on the node at once, as a power failure does."""
         node.kill()
@@ -169,7 +192,7 @@ class KubernetesCluster(Closing):
         if self._hdfs is not None:
             with contextlib.suppress(Exception):
                 self._hdfs.stop()
-        for node in self.nodes:
+        for node in self._all_nodes:
             node.close()
         self.lan.close()
         _remove(self.folder)

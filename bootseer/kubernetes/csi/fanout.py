@@ -17,9 +17,10 @@ from bootseer.errors import BootseerError
 from bootseer.fanout.host import HostPlan
 from bootseer.fanout.membership import MEMBERS_MIN, Member, Membership, port_of
 from bootseer.kubernetes.csi.attributes import node_count
+from bootseer.kubernetes.csi.fanout_host import VolumeFanoutPlan
 from bootseer.kubernetes.pod_stages import start_of_volume
 from bootseer.linux.processes import ProcessId
-from bootseer.served.processes import FANOUT, start
+from bootseer.served.processes import VOLUMES_FANOUT, start
 from bootseer.served.ready_socket import new_ready_name
 from bootseer.settings.config import Settings, is_default_store
 from bootseer.settings.values import as_name
@@ -69,7 +70,8 @@ def join_start(settings: Settings, context: Mapping[str, str], address: str) -> 
         publish_timelines=False,
     )
     try:
-        _begin(joined, number, count, address)
+        plan = _host_plan(joined, number, count, address)
+        _begin(VolumeFanoutPlan(plan, settings, pod))
     except (BootseerError, OSError) as error:
         _log.warning("volumes of %s are read without fan-out: %s", joined.job, error)
         return apart
@@ -84,11 +86,11 @@ def pod_number(name: str) -> int | None:
     return int(found[1]) + (_WORKER.fullmatch(name) is not None)
 
 
-def _begin(settings: Settings, number: int, count: int, address: str) -> None:
+def _host_plan(settings: Settings, number: int, count: int, address: str) -> HostPlan:
     words = (settings.job, settings.submission, str(settings.attempt))
     port = settings.fanout_port or port_of(*words)
     members = tuple(Member(str(one), "", port) for one in range(count))
-    plan = HostPlan(
+    return HostPlan(
         settings=settings,
         membership=Membership(members, number, "the volume's attribute nodes"),
         start=words,
@@ -97,7 +99,11 @@ def _begin(settings: Settings, number: int, count: int, address: str) -> None:
         ready_name=new_ready_name(),
         address=address,
         window_s=_WINDOW_S,
+        says_ready=False,
     )
-    with start(FANOUT, settings.run_dir) as process:
+
+
+def _begin(plan: VolumeFanoutPlan) -> None:
+    with start(VOLUMES_FANOUT, plan.settings.run_dir) as process:
         process.tell(plan)
         process.wait(_LISTEN_WAIT_S)

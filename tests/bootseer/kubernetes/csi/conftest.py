@@ -45,11 +45,13 @@ class Kubelet(Closing):
         in_container: bool = False,
         deadline_s: float = 5.0,
         store_url: str = "",
+        node: str = "node-1",
     ) -> None:
         """Make the folders and start the driver.
 
         Args:
             store_url: Store of the node; by default a folder of its own.
+            node: Name of the node.
             in_container: Whether the driver has a mount namespace of its own, with mounts in this
                 folder propagated both ways (`Bidirectional`).
         """
@@ -58,9 +60,7 @@ class Kubelet(Closing):
         self.base = Path(tempfile.mkdtemp(prefix="csi-", dir="/tmp"))
         self.folder = self.base / "kubelet"
         self.folder.mkdir()
-        self.settings: Settings = replace(
-            settings_at(self.base), node="node-1", deadline_s=deadline_s
-        )
+        self.settings: Settings = replace(settings_at(self.base), node=node, deadline_s=deadline_s)
         if store_url:
             self.settings = replace(self.settings, store_url=store_url)
         self.settings.cache_dir.mkdir()

@@ -1,22 +1,28 @@
 """Volumes of a job's pods on four nodes that feed each other, and one store."""
 
 import contextlib
+import json
 import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from click.testing import CliRunner
 
 from bootseer.checkpoints import copy_in, open_checkpoints
+from bootseer.cli.command_tree import cli
 from bootseer.demo.limited import read_account
 from bootseer.fanout.addresses import NotedAddresses
 from bootseer.fanout.trees import Trees
 from bootseer.kubernetes.csi.fanout import pod_number
 from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.report.sources import StoredTimelines
 from bootseer.store import TEST_NETWORK, open_store
+from bootseer.timeline.otlp import Stage
 from testbed.mounts.image_mounts import checksums_in_child, index, mounted, settings_at
 from testbed.noted_store import noted_paths
 from testbed.servers.registry import free_port
@@ -86,7 +92,7 @@ def _pod(number: int) -> dict[str, str]:
 def _node(store: Path, number: int) -> Kubelet:
     url = f"limit+{store.as_uri()}?tally={store.parent / str(number)}"
     options = ("--fanout-address", f"127.0.0.{number + 2}", "--source", _checkpoints(store))
-    return Kubelet(*options, store_url=url)
+    return Kubelet(*options, store_url=url, node=f"node-{number}")
 
 
 def test_images_and_environments_leave_the_store_once(store: Path, nodes: list[Kubelet]) -> None:
@@ -102,7 +108,7 @@ def test_images_and_environments_leave_the_store_once(store: Path, nodes: list[K
     def start(number: int) -> None:
         for volume in volumes:
             kind = volume["kind"]
-            context = {**volume, **START, **_pod(number)}
+            context = {**volume, **START, **_pod(number), "submission": "s1"}
             target = nodes[number].publish(f"{kind}-{number}", context)
             if kind == "image":
                 assert (target / "hot").read_bytes() == HOT
@@ -129,6 +135,34 @@ def test_images_and_environments_leave_the_store_once(store: Path, nodes: list[K
     # As with `bootseer run`: on a machine that is so busy that a node says nothing for a second,
     # another one takes an object from the store.
     assert len([path for number in ORDINARY for path in read[number]]) <= 2, asked
+    # The stages of the fan-out are in the start's timelines as soon as all has come.
+    wait_for(
+        lambda: len({one.resource["host.name"] for one in _fanout_stages(store)}) == COUNT,
+        "the stages of all nodes",
+    )
+    told = _fanout_stages(store)
+    assert {stage.attributes["bootseer.fanout.nodes"] for stage in told} == {COUNT}
+    sources = [str(stage.attributes["bootseer.fanout.sources"]) for stage in told]
+    assert any("was fed by node-" in text for text in sources), sources
+    document = _reported(store)
+    fan_out = document["analysis"]["fan_out"]
+    assert fan_out["node_count"] == COUNT
+    assert fan_out["store_bytes"] < 2 * fan_out["received_bytes"] / COUNT
+
+
+def _fanout_stages(store: Path) -> list[Stage]:
+    with open_store(store.as_uri()) as opened:
+        starts = StoredTimelines(opened).starts("llm")
+        return [one for start in starts for one in start.stages() if one.name == "fan-out"]
+
+
+def _reported(store: Path) -> dict[str, Any]:
+    """Return the document of `bootseer report` on a machine that has only the store."""
+    folders = ("--store", store.as_uri(), "--timeline-dir", str(store.parent / "none"))
+    done = CliRunner().invoke(cli, [*folders, "report", "llm", "--json"])
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def test_what_is_read_ahead_of_checkpoints_leaves_the_storage_once(
@@ -165,7 +199,7 @@ def test_a_node_that_reaches_no_other_gives_up(
         with open_store((tmp_path / "store").as_uri()) as store:
             others = NotedAddresses(store, ("team.llm", "pods", "0"), port)
             for node in set(range(COUNT)) - {number}:
-                others.note(node, "127.0.0.9")
+                others.note(node, "127.0.0.9", f"node-{node}")
         address = ("--fanout-address", "127.0.0.2")
         kubelet = stack.enter_context(Kubelet(*address, store_url=store.url))
         kubelet.make_environment("packages", {"module.py": b"value = 1\n"})
