@@ -1,4 +1,4 @@
-"""Schemes of buckets for fsspec, so that `bootseer::s3://bucket/x` needs no package but `obstore`.
+"""Schemes of buckets for fsspec, so that `bootseer::s3://bucket/x` needs only `obstore`.
 
 fsspec parses the last URL of a chain with the scheme's own file system (s3fs, gcsfs, adlfs), and
 only then calls `CheckpointFileSystem`, which never opens that file system. The entry points of the

@@ -168,7 +168,7 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
         return view.nbytes
 
     def flush(self, force: bool = False) -> None:
-        """Do nothing: written bytes are on their way, and none is visible before `close`."""
+        """Do nothing: written bytes are sent in the background, and become visible at `close`."""
         if self.closed:
             raise ValueError("Flush on closed file")
 

@@ -3,14 +3,14 @@
 Memory is held in two ways. A *charge* is a count of bytes that the holder has allocated elsewhere,
 such as the units of a writer. A *buffer* is memory of this module: a slab, which is an anonymous
 mapping that is used again without being zeroed (zeroing and faulting in new memory costs more than
-the read from a fast storage). A slab counts until the last view of it is gone, wherever that is,
-also on its way to the kernel.
+the read from a fast storage). A slab counts until the last view of it is gone, for example of a
+reply on its way to the kernel.
 
 Bytes that can be read again from elsewhere are *offered* (`Droppable`): they stay in memory until
 other threads need the memory, and are then dropped in the order of their tiers.
 
 Takers are served in the order in which they came, so that a large taker gets its memory too. If
-no memory was given back for half a second, takers behind the first may hold the memory that the
+no memory was returned for half a second, takers behind the first one may hold the memory that the
 first one waits for. Then any taker whose request fits is served, and buffers that their owners gave
 up (but of which views exist) no longer count.
 
@@ -267,7 +267,7 @@ class Memory:
     # ---- taking -------------------------------------------------------------------------------
 
     def _try_acquire(self, count: int, *, is_slab: bool) -> bool:
-        # Twice, since others may still have views of dropped bytes.
+        # Dropping is tried twice, because others may still have views of dropped bytes.
         for may_drop in (True, True, False):
             with self._changed:
                 if self._takers:

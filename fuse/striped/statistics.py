@@ -19,7 +19,7 @@ class SourceStatistics(Struct, frozen=True):
     read_bytes: int = 0
     read_count: int = 0
     read_busy_ns: int = 0
-    """Time spent in its reads, added up over those that ran at once."""
+    """Time spent in its reads, added up over parallel reads."""
     late_count: int = 0
     """Reads that were asked for again elsewhere, because it took too long to answer."""
     written_bytes: int = 0
@@ -36,7 +36,7 @@ class Statistics(Struct, frozen=True):
     """Read from the storage and verified."""
     fetch_count: int = 0
     fetch_busy_ns: int = 0
-    """Time spent in fetches, added up over those that ran at once."""
+    """Time spent in fetches, added up over parallel fetches."""
     read_retry_count: int = 0
     """Reads that failed and were asked for again."""
     corrupt_count: int = 0
@@ -55,7 +55,7 @@ class Statistics(Struct, frozen=True):
     """Parts or units that failed and were written again."""
     published_count: int = 0
     sources: tuple[SourceStatistics, ...] = ()
-    """Figures by place, as far as the storage's client says which one it was; ordered by name."""
+    """Counts by place, ordered by name, as far as the storage's client names the place."""
 
 
 _COUNTED = frozenset(Statistics.__struct_fields__) - {"uptime_s", "sources"}

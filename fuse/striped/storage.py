@@ -1,7 +1,7 @@
-"""Everything that one process needs to read and write striped files of one URL.
+"""Assembly of the objects with which one process reads and writes striped files of one URL.
 
-Owns the parts' assembly and their end: backend, memory, threads, reader, tree. The mount, the copy
-functions and the warm-up all stand on it. Thread-safe as its parts are.
+`StripedStorage` makes and closes backend, memory, reader, tree and writers. The mount and the copy
+functions use it. Thread-safe.
 """
 
 from bootseer.base.closing import Closing
@@ -18,7 +18,7 @@ from bootseer.fuse.striped.writing.write_memory import WriteMemory
 from bootseer.store.backend import Backend
 
 DEFAULT_GRACE_S = 30.0
-"""How long the parts of a replaced file stay for readers on other nodes."""
+"""Time for which the parts of a replaced file stay for readers on other nodes."""
 
 # Every server thread may hold two units at once while it waits for a third.
 _MIN_UNITS = 16
@@ -36,7 +36,7 @@ class StripedStorage(Closing):
         grace_s: float = DEFAULT_GRACE_S,
         thread_count: int = 20,
     ) -> None:
-        """Raises InvalidInputError where the memory is too small for the stripe unit."""
+        """Raises: InvalidInputError if the memory is too small for the stripe unit."""
         least = _MIN_UNITS * settings.stripe_unit_bytes
         if memory_bytes < least:
             raise InvalidInputError(

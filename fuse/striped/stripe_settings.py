@@ -1,6 +1,6 @@
-"""Settings of how new files are stored, and the rule of a directory.
+"""Form in which new files are stored: settings, and the rule of a directory.
 
-Pure, but for one small read.
+Pure, except that `layout_in` reads the rule of a directory.
 """
 
 from typing import Literal
@@ -21,7 +21,7 @@ from bootseer.transfer.policy import OUTAGE_DEADLINES
 LayoutKind = Literal["striped", "plain"]
 
 DIRECTORY_RULE = ".bootseer-layout"
-"""A file of this name decides for the files beside it: its content is the word."""
+"""Name of a directory's rule: a file that holds the layout of new files beside it, as one word."""
 _RULE_MAX_BYTES = 64
 
 
@@ -36,8 +36,8 @@ class StripeSettings(Struct, frozen=True):
     """`plain`: as ordinary files that every tool reads, written in parallel where the storage can
     join files."""
     is_exact: bool = False
-    """Whether a file is stored so or not at all: not as its directory's rule says, nor in fewer
-    parts if there is too little memory."""
+    """Whether the form is kept in any case: the rule of the directory is ignored, and a write fails
+    rather than use fewer parts because memory is short."""
 
     def __post_init__(self) -> None:
         check_deadline(self.deadline_s)

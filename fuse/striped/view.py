@@ -117,7 +117,7 @@ class FileView:
 
     @property
     def round_bytes(self) -> int:
-        """Number of bytes that lie on as many stored files as possible; 0 of an ordinary file."""
+        """Size of a round of stripe units, one on each part; 0 for an ordinary file."""
         segments = self.layout.segments if self.layout is not None else ()
         return max((len(one.parts) * one.stripe_unit_bytes for one in segments), default=0)
 
@@ -132,7 +132,7 @@ class FileView:
         return FileView(path, identity, self.size_bytes, self.modified_ns, self.layout)
 
     def at_path(self, path: str) -> "FileView":
-        """Return the view at a new `path` with the old identity, for readers that have it open."""
+        """Return the view at a new `path` with the old identity, for readers that are open."""
         return FileView(
             path, self.identity, self.size_bytes, self.modified_ns, self.layout, self.block_bytes
         )
@@ -163,7 +163,7 @@ class FileView:
     def source_name(self, span: ByteRange) -> str:
         """Return the name in the statistics of the place that `span` is read from.
 
-        It names the part: hdfs-native does not say which DataNode holds it.
+        The name is that of the part, because hdfs-native does not say which DataNode holds it.
         """
         if self.layout is None:
             return "ordinary files"

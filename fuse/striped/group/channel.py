@@ -145,8 +145,8 @@ class GroupChannel:
         """Make every wait of a rank in this group fail.
 
         gloo closes the group's connections when a receive times out, but not when a collective
-        does. Without this, the next collective of DCP would wait for the group's time-out of half
-        an hour.
+        times out. So this lets a receive time out: otherwise the next collective of DCP would wait
+        for the group's time-out of half an hour.
         """
         if self._is_host:
             with contextlib.suppress(RuntimeError, ValueError):

@@ -24,7 +24,7 @@ class NeededRange(NamedTuple):
 
 
 class PlannedRead(NamedTuple):
-    """Bytes of one file that a single rank reads. A small object, because plans are sent."""
+    """Bytes of one file that a single rank reads. Small, because plans are sent between ranks."""
 
     file: int
     """Index into the plan's `files`."""

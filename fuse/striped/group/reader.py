@@ -37,7 +37,8 @@ _MAX_METADATA_BYTES = 2**31
 # Four units of a default file: read at once from four of its parts.
 DEFAULT_PIECE_BYTES = 16 * 2**20
 DEFAULT_MEMORY_BYTES = 256 * 2**20
-# A rank may use up its deadline with a read before it can report its failure.
+# Deadlines that a rank waits for the others: a rank may spend one on a read before it reports its
+# failure.
 _DEADLINES = 2
 
 

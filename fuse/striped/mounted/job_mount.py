@@ -26,7 +26,7 @@ from bootseer.timeline.otlp import LIVE
 from bootseer.timeline.recorder import stage
 
 BUSY_S = 5.0
-"""Wait for the unmount of the previous start of a job that starts again at once."""
+"""Longest wait for the unmount of the job's previous start."""
 _POLL_S = 0.1
 _MOUNT_POINT = "tree"
 """Mount point in the folder of a service."""
@@ -48,7 +48,7 @@ class JobMount(Struct, frozen=True, kw_only=True):
 
     @property
     def limit_s(self) -> float:
-        """Return the time within which the mount succeeds or fails, once it waits for no other."""
+        """Return the time in which the mount succeeds or fails, without waits for other mounts."""
         return BUSY_S + 2 * self.settings.deadline_s
 
     @property
@@ -149,7 +149,7 @@ def _wait(path: Path, is_mounted: bool, limit_s: float, report: Report) -> None:
     deadline_s = time.monotonic() + limit_s
     while (find_mount(path) is not None) is not is_mounted and time.monotonic() < deadline_s:
         if wait_readable([report.fileno()], _POLL_S):
-            raise UnavailableError("nobody waits for the mount any more")
+            raise UnavailableError("the start does not wait for the mount any more")
 
 
 def _lingering(wanted: JobMount) -> Path | None:

@@ -91,9 +91,9 @@ class Listings:
             self._open.pop(handle, None)
 
     def take(self, path: str, now_s: float) -> tuple[float, FileInfo] | None:
-        """Return the time and the status with which a file was just listed; each only once.
+        """Remove and return the status with which a file was just listed, and its time.
 
-        With this, `ls -l` reads from the storage only the files that may be layouts.
+        `ls -l` looks up each listed name; with this, only files that may be layouts are read.
         """
         with self._lock:
             listed = self._listed.pop(path, None)

@@ -1,7 +1,7 @@
 """Mount and unmount a checkpoint tree from any process.
 
-Starts and ends the server process, unmounts mounts whose server was killed, and sets the immutable
-attribute of mount points. Functions may be called from any thread.
+Starts and ends the server process, unmounts mounts whose server was killed, and makes mount points
+immutable. Functions may be called from any thread.
 """
 
 import array
@@ -57,7 +57,7 @@ _LOOK_S = 0.1
 _RELEASED_S = 5.0
 
 # FS_IOC_GETFLAGS and FS_IOC_SETFLAGS of <linux/fs.h>: _IOR('f', 1, long), _IOW('f', 2, long), with
-# the size of a long in bits 16 to 29. What is passed is an int, whatever the macros say.
+# the size of a long in bits 16 to 29. The argument is an int, although the macros say long.
 _LONG_BYTES = array.array("l").itemsize
 _GET_FLAGS = 2 << 30 | _LONG_BYTES << 16 | ord("f") << 8 | 1
 _SET_FLAGS = 1 << 30 | _LONG_BYTES << 16 | ord("f") << 8 | 2
@@ -86,7 +86,7 @@ class MountedCheckpoints(Struct, frozen=True):
 
     @property
     def worker_pid(self) -> int:
-        """Return the id of the process that answers now."""
+        """Return the id of the worker, which answers the kernel."""
         state = read_state(self.state_dir)
         return state.worker_pid if state is not None else 0
 
@@ -178,7 +178,7 @@ def take_over(spec: MountSpec, fanout: bytes = b"") -> str:
     if known.state.fingerprint == spec.fingerprint:
         try:
             note_fanout(known.folder, fanout)
-            # "warm": there may be a newer checkpoint than the one that was read ahead.
+            # "warm" reads ahead a checkpoint that is newer than the one read ahead before.
             known.ask("warm" if spec.read_newest else "status")
             if join(known.folder, None, spec.user.pid if spec.user else None):
                 return "live"
@@ -238,7 +238,7 @@ def restart_checkpoints(
                 return after
         if time.monotonic() >= deadline:
             if not unfinished:
-                raise DeadlineError(f"the server of {path} does not go; see its log")
+                raise DeadlineError(f"the server of {path} does not end; see its log")
             raise BusyError(
                 f"cannot restart the server of {path}: {', '.join(unfinished)} is being written; "
                 "wait, or use --force, which fails its writer"
@@ -308,7 +308,7 @@ def unmount_checkpoints(
     return ended.unwritten if ended is not None else ()
 
 
-# ---- the folder that is mounted on -----------------------------------------------------------
+# ---- mount points ----------------------------------------------------------------------------
 
 
 def unmount_dead_mounts(run_dir: Path, directory: Path) -> None:

@@ -1,9 +1,9 @@
-"""Search for the newest complete checkpoint of a folder, which a start will load, and read-ahead.
+"""Search for the newest complete checkpoint of a folder, and its read-ahead for a start.
 
 The rules follow what the usual frameworks write last: Megatron and DeepSpeed a tracker file with
 the name of the checkpoint, torch.distributed.checkpoint `.metadata`, the trainer of Hugging Face
-`trainer_state.json`. The names in any other step are compared with those in the step before. The
-rules are pure functions of names. The reader fetches the files with the lowest priority.
+`trainer_state.json`. Any other step is complete if it has as many files as the step before it. The
+rules are pure functions of names. Files are fetched with the lowest priority.
 """
 
 import logging
@@ -115,7 +115,7 @@ def steps(names: Iterable[str]) -> list[list[str]]:
 
 
 def is_complete(name: str, inside: Collection[str]) -> bool | None:
-    """Return whether a folder with these names is a complete step; None if they do not tell."""
+    """Return whether a folder with these names is a complete step; None if that is unknown."""
     if not inside or not _has_all_shards(inside):
         return False
     if any(entry.endswith(".metadata") for entry in inside) or "trainer_state.json" in inside:

@@ -37,7 +37,7 @@ class MountSpec(Struct, frozen=True, kw_only=True):
     deadline_s: float
     read_only: bool = False
     allow_other: bool = False
-    """Whether other users may access the mount, as far as modes and owner (this user) allow."""
+    """Whether other users may access the mount, if modes and owner (this user) allow it."""
     everyone_writes: bool = False
     """Whether all users may do everything: for a mount that only a container can reach."""
     stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES
@@ -47,17 +47,18 @@ class MountSpec(Struct, frozen=True, kw_only=True):
     """Owner of all files; None: the user who mounts."""
     gid: int | None = None
     umask: int = 0o022
-    """Permissions that no file has; the kernel checks access by the others."""
+    """Permission bits that no file has; the kernel checks access by the remaining bits."""
     user: ProcessId | None = None
     """Process that uses the mount: the server unmounts and ends when this process has ended."""
     read_newest: bool = False
     """Whether to read the newest checkpoint ahead as soon as the mount works."""
     page_cache: bool = False
-    """Whether the kernel keeps what is read, so that a worker that is restarted reads memory."""
+    """Whether reads go through the kernel's page cache, where a restarted worker of the job finds
+    the bytes again."""
     metrics_dir: Path | None = None
     """Folder of figures for Prometheus; None: they are not written."""
     shutdown_s: float = SHUTDOWN_S
-    """Time for which files may stay open after the server was told to end."""
+    """Longest wait of an ending server for open files to be closed."""
 
     @property
     def fingerprint(self) -> str:

@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 
 _WORKER = "bootseer.fuse.striped.mounted.worker"
 _THREADS = 16
-# A request may wait for memory as long as bytes are transferred. This limit ends requests whose own
-# deadlines have failed.
+# Age, in deadlines, at which a request is answered with an error. It ends requests whose own
+# deadlines have failed; a request may wait longer than one deadline while bytes are transferred.
 _REQUEST_DEADLINES = 4
 _READAHEAD_BYTES, _KERNEL_READAHEAD_BYTES = 1 << 20, 128 << 10
 """Kernel's read-ahead of files that are read through its page cache, and its default."""
@@ -160,7 +160,7 @@ def _serve_line(line: bytes, report: Report) -> None:
 def _resume(document_fd: int) -> list[str]:
     """Serve the mount that this process served before it executed newer code.
 
-    `document_fd`: descriptor of the document that the older code has written for this.
+    `document_fd`: descriptor of the document in which the older code describes the mount.
     """
     document, attached = read_document(document_fd)
     plan = from_line(document["plan"], CheckpointPlan)

@@ -1,6 +1,6 @@
 """Figures of a running mount: for `bootseer status DIR`, and for Prometheus.
 
-Defines the status document, on both sides of the control socket. Figures for Prometheus
+Defines the status document, which the worker sends over the control socket. Figures for Prometheus
 (docs/operations.md) are labelled with the folder's URL and a slot, because the mount point may
 differ at each start. Any thread may gather figures; gathering never waits.
 """

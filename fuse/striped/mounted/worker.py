@@ -50,17 +50,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Share of the memory that read-ahead of the newest checkpoint may use; other reads need the rest.
+# Share of the memory for read-ahead of the newest checkpoint; other reads need the rest.
 _WARM_SHARE = 0.75
-# Interval in which the end of the start's fan-out is looked for.
+# Interval of checks whether the fan-out of the start has ended.
 _LOOK_S = 1.0
-# Time in which the answer to the restart command is sent.
+# Pause before the process ends, in which the answer to the restart command is sent.
 _ANSWER_S = 0.05
 
 # mallopt(3), glibc's numbers; the threshold is the largest that it takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _MMAP_THRESHOLD_BYTES = 32 * 2**20
-# Enough for the units of a few writers; more freed memory is returned to the system.
+# Freed memory that malloc keeps, for the units of a few writers; more is returned to the system.
 _KEPT_BYTES = 64 * 2**20
 
 
@@ -80,7 +80,7 @@ def _keep_freed_memory() -> None:
 
 
 class CheckpointWorker:
-    """The parts of one worker process around its `MountedTree`."""
+    """Worker of one mount: its storage, `MountedTree`, control socket and figures."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class CheckpointWorker:
     def _begin(self) -> None:
         state = read_state(self._folder)
         if state is None:
-            raise CorruptError(f"{self._folder} does not say what is mounted")
+            raise CorruptError(f"{self._folder} has no state of the mount")
         self._state = replace(
             state,
             worker_pid=os.getpid(),
@@ -207,7 +207,7 @@ class CheckpointWorker:
         _log.info("read %d bytes of the newest checkpoint ahead", count)
         if ranges is not None:
             _log.info("the fan-out brought %d bytes of it", ranges.shared_bytes)
-            # The job reads them again where memory does not hold them, until its start is over.
+            # Until the start is over, the job may read again ranges that memory no longer holds.
             while not ranges.is_over and not self._stopping.wait(_LOOK_S):
                 pass
             storage.reader.end_sharing(ranges)
@@ -265,7 +265,7 @@ class CheckpointWorker:
         def end_process() -> None:
             _log.info("ending, so that another process goes on")
             logging.shutdown()
-            # Without any clean-up: a successor can continue even from a killed process.
+            # No clean-up is needed: a successor can continue even from a killed process.
             os._exit(HANDED_OVER)
 
         if now:

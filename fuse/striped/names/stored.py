@@ -1,7 +1,7 @@
 """Logical files of a storage, as they are stored now.
 
-A stored name is a striped file, an ordinary one, a directory, or hidden. Keeps the layouts that
-were read lately. Thread-safe; no call waits for a change of names.
+A stored name is a striped file, an ordinary file, a directory, or hidden. Layouts that were read
+lately are cached. Thread-safe; no call waits for a change of names.
 """
 
 import errno
@@ -139,9 +139,9 @@ class StoredNames:
         return self._examine(info).header is not None
 
     def _examine(self, info: FileInfo, *, whole: bool = False) -> _Examined:
-        """Return header and layout of the stored file `info`; neither for an ordinary file.
+        """Return header and layout of the stored file `info`; None for both of an ordinary file.
 
-        If the file was replaced since it was listed, both are of the new one.
+        If the file was replaced since it was listed, the result describes the new file.
         """
         if not may_be_layout(info.size_bytes):
             return _Examined(info, None, None)

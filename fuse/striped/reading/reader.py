@@ -29,13 +29,14 @@ from bootseer.transfer.ranges import Priority
 if TYPE_CHECKING:
     from bootseer.fanout.local import SharedRanges
 
-# Reads straight into a caller's buffer that are queued at once, for each thread: enough that there
-# are always some from several stored files to choose from.
+# Queued reads straight into a caller's buffer, for each thread: enough for the engine to choose
+# among several stored files.
 _AHEAD_PER_THREAD = 4
-# Units that a copy reads at once, for each processor: more only displace each other from its cache.
+# Units that a copy reads at once, for each processor: more displace each other from its cache.
 # With 2 processors, 6 at once took 15 % less CPU time than 12, in the gateway of a bucket as well.
 _COPIED_PER_CPU = 3
-# When no read of a copy ended for so long, its first one is waited for, within the deadline.
+# Time without a finished read of a copy after which the copy waits for its first read, whose error
+# or deadline ends the copy.
 _NO_SLOT_S = 1.0
 _WARM_STEP_BYTES = 32 * 2**20
 _ACTIVE_S = 10.0
@@ -134,7 +135,7 @@ class Window:
     ) -> CachedRead:
         """Return the read that holds `position` of a request up to `end`, here or on its way.
 
-        It is held for the caller until `end_use`. Raises as taking memory does.
+        The read is in use by the caller until `end_use`. Raises: as `Memory.take`.
         """
         view = file.view
         unit, block = view.unit_at(position), view.block_at(position)
@@ -142,8 +143,8 @@ class Window:
             for key in ((view.identity, unit.start, True), (view.identity, block.start, False)):
                 found = self._reads.get(key)
                 if found is not None and self.memory.use(found):
-                    # Units stay in the order in which they were fetched: a unit that was read ahead
-                    # and is still to come must not go before one that has just been read.
+                    # Units keep the order in which they were fetched, so that a unit that was read
+                    # ahead is not dropped before a unit that has just been read.
                     if not key[2]:
                         self.memory.offer(found, Tier.CACHED)
                     self._engine.hasten(found, Priority.DEMAND)
@@ -191,8 +192,8 @@ class Window:
                 return read
             read = CachedRead(self, key, file, span, buffer)
             self._engine.add(read, priority)
-            # Offered now, and used until its bytes are here: what was asked for first goes first,
-            # whichever place answers sooner.
+            # Offered at the request, so that the oldest request is dropped first, and in use until
+            # the bytes have arrived.
             self.memory.offer(read, Tier.CACHED)
             self.memory.use(read)
             if hold:
@@ -242,10 +243,10 @@ class Window:
     def leave_behind(
         self, file: OpenFile, reads: Sequence[CachedRead], end: int, *, is_only: bool
     ) -> None:
-        """Note that a sequential reader has come to `end`.
+        """Offer the units behind a sequential reader, which has come to `end`, to be dropped first.
 
-        The units that it leaves behind go first when memory is needed; at once where it is the
-        only reader of a file that is too large to stay anyway.
+        The units of a file that is larger than the memory are dropped at once if the file has no
+        other reader.
         """
         is_large = file.view.size_bytes > self.memory.limit_bytes
         with self._lock:
@@ -266,14 +267,14 @@ class Window:
             self._forget(read)
 
     def drop(self, read: CachedRead) -> None:
-        """Give up the bytes of a read: see `Droppable`."""
+        """Drop the bytes of a read; see `Droppable.drop`."""
         with self._lock:
             self._forget(read)
 
     def _forget(self, read: CachedRead) -> None:
-        """Drop a read that failed or is given up; the lock is held.
+        """Drop a read that failed or whose bytes are dropped; the lock is held.
 
-        Its memory is free when nobody looks at it any more.
+        The memory is free once no view of it is left.
         """
         self.memory.withdraw(read)
         if self._reads.get(read.key) is read:
@@ -283,10 +284,10 @@ class Window:
 
 
 def wait_for(engine: FetchEngine, read: UnitRead, cancelled: Callable[[], bool]) -> None:
-    """Return when the bytes of `read` are here.
+    """Return when the bytes of `read` have arrived.
 
-    Raises: the error of the read; DeadlineError where nothing came for the engine's deadline;
-    InterruptedError where `cancelled` says so.
+    Raises: the error of the read; DeadlineError if no bytes came for the engine's deadline;
+    InterruptedError if `cancelled` returns True.
     """
     try:
         engine.wait(read, cancelled)
@@ -389,8 +390,7 @@ class StripedReader:
     def descriptor(self, file: OpenFile) -> HasDescriptor | None:
         """Return a reader whose descriptor the kernel can read `file` from.
 
-        That is so for an ordinary file of this node that is still the one that was opened; None for
-        all others.
+        Return None unless `file` is an ordinary file of this node that has not been replaced.
         """
         view = file.view
         if view.layout is not None or file.pinned is not None or not view.size_bytes:
@@ -624,7 +624,7 @@ class StripedReader:
                 position = stop
         finally:
             self._window.end_use(reads)
-        # A reader that follows on another descriptor (a rank of the node) needs these units, too.
+        # Another descriptor of the file (another rank of the node) may read these units next.
         if sequential and file.open_count < 2:
             with self._lock:
                 is_only = file.streams.active_count(time.monotonic() - _ACTIVE_S) == 1

@@ -9,12 +9,12 @@ from msgspec import Struct
 MAX_STREAMS = 32
 # Reads of one sequential reader may be served slightly out of order by several server threads.
 _SLACK_BYTES = 2 * 2**20
-# How far to read ahead, as a multiple of what was read: a header of a few KiB that is read in small
-# pieces must not start megabytes of reads.
+# Read-ahead as a multiple of the bytes that a stream has read: a header of a few KiB that is read
+# in small pieces must not start megabytes of reads.
 _GROWTH = 4
 # The least window at the start, and the most that is read ahead for the first large read alone.
 START_WINDOW_BYTES = 64 * 2**20
-# From here on whole stripe units are fetched.
+# Bytes of a stream from which on whole stripe units are fetched for it.
 _UNITS_FROM_BYTES = 512 * 2**10
 
 
@@ -86,9 +86,9 @@ class StreamTracker:
         return Advice(True, ahead_start, stream.ahead)
 
     def widen_window(self, end: int) -> None:
-        """Widen the window of the stream at `end`: it waits for one stored file, others are idle.
+        """Widen the window of the stream at `end`, which waits for a slow stored file.
 
-        A wider window keeps the faster stored files busy.
+        A wider window keeps the faster stored files busy meanwhile.
         """
         for stream in self._streams:
             if stream.next == end >= stream.widened_until:
@@ -111,7 +111,7 @@ class StreamTracker:
             distance = abs(start - stream.next)
             if distance == 0:
                 return stream
-            # Only a proven stream gets slack: two random reads that lie close are no stream.
+            # Only a sequential stream gets slack: two random reads that lie close are no stream.
             near = stream.is_sequential and distance <= _SLACK_BYTES
             if near and (best is None or distance < abs(start - best.next)):
                 best = stream

@@ -37,11 +37,12 @@ _BLOCKS_AHEAD = 4
 # Units of each part within the window: one is handed to the reader, two are fetched, and one waits,
 # so that no server idles until the reader has come further.
 _ROUNDS_AHEAD = 4
-# A missing file may be seen a moment later, where several servers answer for the storage.
+# Tries to read a stored file that is missing: with several servers, one may not know it yet.
 _MISSING_TRIES = 3
 # Each reader may get another replica; a block rarely has more than three.
 _READERS_MAX = 5
-# Each reader holds a descriptor or the places of all blocks. A file that grew has many parts.
+# Stored files of one file that are kept open: each reader holds a descriptor, or the places of all
+# blocks, and a file that was appended to often has many parts.
 _FILES_MAX = 64
 _DEFAULT_BLOCK_BYTES = 64 * 2**20
 
@@ -68,8 +69,8 @@ class Replicas:
     def pick(self, offset: int, avoided: Collection[int]) -> tuple[int, Reader]:
         """Return the best reader for the block at `offset`, and its number.
 
-        Readers whose number is in `avoided` are not taken where there is another one, or one more
-        may be opened. Raises as opening does.
+        A reader whose number is in `avoided` is taken only if there is no other reader and no more
+        may be opened. Raises: as opening.
         """
         if avoided:
             return self._best(offset, avoided) or self._open()
@@ -93,7 +94,7 @@ class Replicas:
             return None
 
     def descriptor(self) -> HasDescriptor | None:
-        """Return the file as one that the kernel can read, if it is one. Raises as opening does."""
+        """Return a reader with a descriptor for the kernel, or None. Raises: as opening."""
         reader = self.pick(0, ())[1]
         return reader if isinstance(reader, HasDescriptor) else None
 
@@ -174,7 +175,7 @@ class OpenFile:
 
     def __init__(self, view: FileView) -> None:
         self.view = view
-        # Of an ordinary file only the blocks that the window spans are read at once.
+        # Only blocks within the window are read at once, so it spans several blocks or rounds.
         window_bytes = max(_BLOCKS_AHEAD * view.block_bytes, _ROUNDS_AHEAD * view.round_bytes)
         self.streams = StreamTracker(
             max(START_WINDOW_BYTES, window_bytes), min(START_WINDOW_BYTES, view.round_bytes)
@@ -184,9 +185,9 @@ class OpenFile:
         """Count of active streams, as of the last time they were counted."""
         self.open_count = 0
         self.passed: deque[Key] = deque()
-        """The units that the file's only reader has read last."""
+        """Units that the file's only reader has passed, the latest last."""
         self.pinned: bytes | None = None
-        """The whole content, set before the stored file is removed under its readers."""
+        """Whole content, set before the stored file is replaced or removed."""
 
 
 class UnitRead(ReadJob):
@@ -243,7 +244,7 @@ class UnitRead(ReadJob):
 
     def open(self, one: Try) -> ReadInto:
         assert self._file is not None
-        # Looked up anew: a file that is renamed takes its parts along.
+        # The path is computed for each try, because the parts move with a renamed directory.
         path, offset = self.view.source(self.span)
         replicas = self._replicas = self._file.parts.replicas(self._sources.backend, path)
         self._offset = offset
@@ -274,8 +275,8 @@ class UnitRead(ReadJob):
         self._readers[number] = reader
         one.number, one.has_replicas = number, reader.has_replicas
         one.tells_progress = reader.can_stop
-        # After a failure the storage's own checks are needed to find a replica that is not damaged.
-        # A late read is repeated in the same way from another replica, if there is one.
+        # `is_checked` turns off the storage's own checksums. They are needed after a failure, when an
+        # undamaged replica is wanted, and for a late read that no other replica can repeat.
         one.attempt.is_checked = (
             has_checksums
             and not self.failure_count
@@ -305,7 +306,7 @@ class UnitRead(ReadJob):
         if buffer is not None:
             return buffer
         target = self._target
-        # No reader yet: the fan-out is asked first.
+        # There is no reader yet if the fan-out is asked first.
         reader = self._readers.get(one.number)
         may_stop = reader is not None and reader.can_stop
         if target is not None and may_stop and all(o.has_returned for o in self._in_target):

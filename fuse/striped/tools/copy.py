@@ -218,7 +218,7 @@ def read_into(storage: StripedStorage, path: str, buffer: Any, offset: int = 0) 
 
 
 def read_opened(storage: StripedStorage, opened: OpenFile, offset: int, target: memoryview) -> None:
-    """Fill `target` with the bytes of an open file from `offset` on, which exist.
+    """Fill `target` with bytes of an open file from `offset` on; the file has that many bytes.
 
     Large reads go straight into `target`. Small ones may be steps of a sequential reader, so they
     pass through the window, which reads ahead.
@@ -242,9 +242,9 @@ def read_pieces(
     end: int,
     consume: Callable[[memoryview], None],
 ) -> None:
-    """Pass the bytes `[start, end)` of an open file, which exist, to `consume` piece by piece.
+    """Pass the existing bytes `[start, end)` of an open file to `consume`, piece by piece.
 
-    No piece is held while the next ones are asked for: their memory may be all that there is.
+    A piece is released before the next ones are read, because they may need its memory.
     """
     step_bytes = min(_STEP_BYTES, storage.memory.limit_bytes // 4)
     position = start

@@ -91,9 +91,9 @@ def is_url(text: str) -> bool:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Split a URL into that of the parent folder and the name in it ("" for a root). Pure.
+    """Split a URL into the URL of the parent folder and the name in it ("" for a root). Pure.
 
-    Options of the URL stay with the folder's. Raises: InvalidInputError.
+    Options of the URL become options of the folder's URL. Raises: InvalidInputError.
     """
     bare, mark, query = url.partition("?") if _WITH_QUERY.match(url) else (url, "", "")
     match = _URL.fullmatch(bare)
@@ -197,7 +197,7 @@ def copy_one(source: CopyPlace, target: CopyPlace, on_progress: Callable[[int], 
 def copy_tree(
     source: CopyPlace, target: CopyPlace, sizes: dict[str, int], on_progress: Callable[[int], None]
 ) -> Copied:
-    """Copy a directory with the files `sizes` to `target`: into it if it exists, else as it.
+    """Copy a directory with the files `sizes` to `target`, or into `target` if that exists.
 
     A new directory appears whole, in one step, if the target can rename directories. Raises:
     AlreadyExistsError if another process makes it meanwhile; as `copy_one`.

@@ -22,7 +22,7 @@ from bootseer.store.backend import Backend, FileInfo
 from bootseer.store.objects.store import storage_time_ns
 
 MIN_AGE_S = 3600.0
-"""Younger garbage is never deleted: a writer may wait this long for its own storage."""
+"""Least age of garbage that is deleted: a writer may wait this long for its own storage."""
 
 _MIN_BATCH = 16
 
@@ -78,7 +78,7 @@ def check_folder(backend: Backend, stored: StoredNames, folder: str) -> FolderRe
     copies: list[FileInfo] = []
     named: set[str] = set()
     count = 0
-    # Listed before the files, so that the layouts of saves that end meanwhile are found.
+    # Parts are listed before the files, so that the layouts of saves that end meanwhile are found.
     parts: list[FileInfo] = []
     with contextlib.suppress(NotFoundError):
         parts += backend.list(parts_folder(folder))
@@ -173,7 +173,7 @@ def _delete(
     backend = storage.backend
     old = []
     for one in batch:
-        # The report may be old by now.
+        # Measured again, because the report may be old.
         with contextlib.suppress(NotFoundError):
             found = _with_all_below(backend, backend.stat(one.path))
             measured = _measure(found)

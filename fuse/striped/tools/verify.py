@@ -1,4 +1,4 @@
-"""Verification of files: read all their bytes, past every cache, and name each damaged block.
+"""Verification of files: all their bytes are read, past every cache, and damaged blocks are listed.
 
 Reads only. Thread-safe. Memory: a few MiB for each thread, whatever sizes a layout names.
 """

@@ -1,4 +1,4 @@
-"""Write one logical file: from single bytes to a generation that is published whole.
+"""Writer of one logical file: from written bytes to a generation that is published whole.
 
 The last bytes of the file are its *tail*: up to one stripe unit in memory, open to change. Full
 units go to the file's *form* (`forms`), which stores them in parallel. A file that never outgrows
@@ -9,12 +9,12 @@ its tail is stored as an ordinary file by `publish` itself.
     DIRTY --publish without a name--> SAVED --write, truncate--> DIRTY
     any state --a call fails--> FAILED         any other state --close--> CLOSED
 
-Beside the state, a file may be *detached*: its name was removed or means another file. What is
-written then can be read back through the writer, and never becomes visible.
+Beside the state, a file may be *detached*: its name was removed or belongs to another file. Bytes
+that are written to a detached file can be read back through the writer, and never become visible.
 
-No reader sees anything before `publish`. After a failure no later call succeeds: each raises the
-first error, since a program that goes on writing must not publish a file with a hole. After `close`
-each raises EBADF: a request that is late must not publish what is left.
+No reader sees anything before `publish`. After a failure every later call raises the first error,
+because a program that continues to write must not publish a file with a hole. After `close` every
+call raises EBADF, so that a late request cannot publish the rest.
 
 Thread safety: any thread may call any method; calls wait for each other.
 """
@@ -54,7 +54,7 @@ class WriterState(enum.Enum):
     SAVED = enum.auto()
     """A detached file whose bytes are durable; nothing was written since."""
     CLEAN = enum.auto()
-    """The stored file is what was written, or what is appended to."""
+    """The stored file has all written bytes, or is the file that is appended to."""
     FAILED = enum.auto()
     CLOSED = enum.auto()
 
@@ -194,8 +194,8 @@ class FileWriter:
             with _FailOnError(self):
                 if offset < self.sent_bytes or gap > self._settings.stripe_unit_bytes:
                     raise UnsupportedError(
-                        f"{self.path}: a striped file is written from start to end; what lies "
-                        f"before byte {self.sent_bytes} is on its way already"
+                        f"{self.path}: a striped file is written from start to end; the bytes "
+                        f"before byte {self.sent_bytes} are sent already"
                     )
                 if gap > 0:
                     self._add(bytes(gap), cancelled)
@@ -291,7 +291,7 @@ class FileWriter:
             form = self._form or self._begin_form()
             view = form.publish(self._tail, self._expected, cancelled)
         if self._form is not None or self._expected is not None:
-            # Later bytes are appended to this generation, which must not be replaced until then.
+            # Later bytes will be appended to this generation, so it must not be replaced before.
             self._expected = view.identity
         self._note_stored(view, WriterState.CLEAN)
 

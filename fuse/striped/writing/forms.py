@@ -1,7 +1,7 @@
 """The two forms in which a large file is stored: striped, or as one ordinary file.
 
-A form holds the bytes of a file that were handed to the storage, and publishes them. It belongs to
-one `FileWriter`, whose lock it relies on.
+A form stores the bytes that a `FileWriter` sends, and publishes them. It belongs to one writer and
+is protected by the writer's lock.
 
     no parts --send--> PartSet --publish--> stored, without a name --commit--> published
                           +--close--> removed    +--close, or a failed commit--> removed
@@ -37,7 +37,7 @@ _ENDLESS = 1 << 62
 
 
 class Form(ABC):
-    """The bytes of a file that precede its tail."""
+    """Stored bytes of a file that is being written: all bytes before its tail."""
 
     def __init__(self, shared: WriterResources, path: str, settings: StripeSettings) -> None:
         self.path = path
@@ -109,9 +109,9 @@ class Form(ABC):
 class StripedForm(Form):
     """Segments of parts, and a layout that names them.
 
-    On a file system each segment has `stripe_count` parts, written as the units come. On an object
-    store, which takes objects only as a whole, every unit is an object: a unit fits into memory
-    until it is stored, and no disk is needed.
+    On a file system each segment has `stripe_count` parts, to which the units are written in turn.
+    On an object store, which takes only whole objects, every unit is an object: a unit fits into
+    memory until it is stored, so no disk is needed.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class StripedForm(Form):
 
 
 class PlainForm(Form):
-    """Ordinary file that every tool of the storage reads, or bytes that are added to one.
+    """Ordinary file that every tool of the storage reads, or bytes that are appended to one.
 
     If the storage can join files, the runs of a file are written in parallel, each to its own file,
     and joined in one step; else there is one run. In both cases the whole file appears at once.
@@ -185,15 +185,15 @@ class PlainForm(Form):
         settings: StripeSettings,
         base: FileView | None = None,
     ) -> None:
-        """`base`: the stored file to add to. Raises: UnsupportedError if the storage cannot add."""
+        """`base`: the stored file to append to. Raises: UnsupportedError if that is impossible."""
         super().__init__(shared, path, settings)
         self._base = base
         self._can_join = shared.backend.can_join()
-        self._check_can_add()
+        self._check_can_append()
         self.sent_bytes = base.size_bytes if base else 0
 
     def send(self, pieces: list[Piece], length: int, cancelled: Callable[[], bool]) -> None:
-        self._check_can_add()
+        self._check_can_append()
         super().send(pieces, length, cancelled)
 
     def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
@@ -221,7 +221,7 @@ class PlainForm(Form):
             is_striped=False,
         )
 
-    def _check_can_add(self) -> None:
+    def _check_can_append(self) -> None:
         if self._base is not None and not self._can_join:
             raise UnsupportedError(
                 f"{self.path} is an ordinary file on a storage that cannot join files; it can be "
@@ -271,5 +271,5 @@ def continue_form(
 
 
 def looks_like_layout(start: Tail) -> bool:
-    """Tell whether a file that begins with `start` could be taken for a layout. Pure."""
+    """Return whether a file that begins with `start` could be taken for a layout. Pure."""
     return start.join()[:HEADER_BYTES].startswith(MAGIC)

@@ -1,15 +1,15 @@
-"""Parts of a file that is being written. The thread of a part stores units in one file.
+"""Parts of a file that is being written. The thread of a part stores its units in one stored file.
 
     NO_FILE --create--> WRITING --last unit, close--> STORED
        ^                   |
        |                failure
        |                   v
-       +---pause--- BACKING_OFF          any state --failure that stays, or PartSet failed--> FAILED
+       +---pause--- BACKING_OFF     any state --permanent failure, or the part set failed--> FAILED
 
-After a failure that may not occur on another server (BACKING_OFF), the part is written again as a
-file with a new name. The bytes come from units that are still in memory, and from the failed file;
-bytes of that file are checked against the block checksums. Up to four files of a part may fail
-after they took bytes. While the storage takes no bytes, attempts go on until the deadline.
+After a failure that another server may not have (BACKING_OFF), the part is written again, to a file
+with a new name. The bytes come from units that are still in memory, and otherwise from the failed
+file, checked against the block checksums. Up to four files of a part may fail after they took
+bytes. While the storage takes no bytes, attempts are repeated until the deadline.
 
 Thread safety: the part's own thread runs the states. `queue` and `discard_queue` are for the
 sending thread; any thread may read the other public attributes.
@@ -48,9 +48,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-# At least two servers may die during one save. Files that took no bytes do not count.
+# Files of one part that may take bytes: two servers may die during one save.
 _FILES_MAX = 4
-# Another server would give the same answer, or the deadline has passed.
+# Errors after which a part is not written again: every server would give the same answer, or the
+# deadline has passed.
 _FINAL_ERRORS = (
     AlreadyExistsError,
     DeadlineError,
@@ -72,19 +73,19 @@ class PartState(enum.Enum):
 
 
 class _File:
-    """Attempt to store a part in a file."""
+    """Stored file of one attempt to write a part."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.writer: Writer | None = None
-        """None before the file was created, and after the storage confirmed the file or its end."""
+        """None before the file is created, and after the file is closed or abandoned."""
         self.sent_count = 0
         """Number of units that the writer has taken."""
         self._held: deque[Unit] = deque()
         self._held_bytes = 0
 
     def note_sent(self, unit: Unit, writer_held_bytes: int, memory: WriteMemory) -> None:
-        """Keep a unit that was sent, once the writer does not refer to its memory any more."""
+        """Count a sent unit. Its memory may be dropped once the writer no longer refers to it."""
         self.sent_count += 1
         if unit.pieces is None:
             return
@@ -100,7 +101,7 @@ class _File:
             memory.keep(oldest)
 
     def end_holding(self, memory: WriteMemory) -> None:
-        """Forget which units the writer refers to: it has ended."""
+        """Note that the writer has ended, so that it refers to no unit any more."""
         memory.end_hold(self._held_bytes)
         self._held.clear()
         self._held_bytes = 0
@@ -264,12 +265,12 @@ class PartWriter:
         file.writer = None
         self._owner.note_progress()
         for failed in self._failed_files:
-            # A file that cannot be deleted now is deleted with its folder later.
+            # A file that cannot be deleted now is deleted later, together with its folder.
             with contextlib.suppress(Exception):
                 self._shared.backend.delete(self._path_of(failed.name))
 
     def _end(self) -> None:
-        """Release all memory and discard an unfinished file; the part's last use of the storage."""
+        """Release all memory and discard an unfinished file. The thread ends after this."""
         memory = self._shared.memory
         is_stored = self.state is PartState.STORED
         if self._file is not None:
@@ -320,7 +321,7 @@ class PartWriter:
             return
         file.end_holding(memory)
         if file.writer is None:
-            pass  # It was probably not created.
+            pass  # The file was probably not created.
         elif all(unit.pieces is not None for unit in self._units):
             file.writer.abort()
             file.writer = None
@@ -340,7 +341,7 @@ class PartWriter:
         may_come_later = False
         for failed in reversed(self._failed_files):
             if failed.writer is not None:
-                # If the storage did not answer, the end of the file may appear later.
+                # If the storage did not answer, missing bytes of the file may appear later.
                 if failed.writer.abandon():
                     failed.writer = None
                 else:

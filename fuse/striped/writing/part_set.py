@@ -1,4 +1,4 @@
-"""Write the parts of one file in parallel.
+"""Parallel writing of the parts of one file.
 
 A large file is cut into stripe units of a few MiB. A `PartSet` assigns the units to parts, each of
 which is a stored file with its own thread (`part.PartWriter`), and waits until the storage has
@@ -63,7 +63,7 @@ class UnitAssignment(Struct, frozen=True):
     width: int
     """Number of parts that are written at once, if there is enough memory for them."""
     is_exact: bool = False
-    """Whether the user asked for this width: then a write fails rather than use fewer parts."""
+    """Whether the user asked for this width. If so, a write fails rather than use fewer parts."""
     run_units: int | None = None
     is_striped: bool = True
     """Whether the parts become a segment of a layout, which has their checksums; otherwise they
@@ -72,7 +72,7 @@ class UnitAssignment(Struct, frozen=True):
     """Number of runs after which a round is full; None: there is no limit."""
 
     def ends_run(self, size_bytes: int) -> bool:
-        """Tell whether the last part of a round of `size_bytes` has all of its units."""
+        """Return whether the last part of a round of `size_bytes` has all of its units."""
         run = self.run_units
         return run is not None and size_bytes % (run * self.unit_bytes) == 0
 
@@ -88,8 +88,8 @@ class UnitAssignment(Struct, frozen=True):
             return self.parts_max * self.run_units * self.unit_bytes
         limit = MAX_BLOCK_COUNT * self.block_bytes // self.unit_bytes * self.unit_bytes
         if storage_block_bytes:
-            # A part of one block stays on the server that was chosen for it, and an HDFS client has
-            # the fewest ways to fail.
+            # A part of one block stays on the server that was chosen for it, and its HDFS client
+            # never has to begin a second block.
             units = max(1, storage_block_bytes // self.unit_bytes)
             limit = min(limit, units * self.unit_bytes * width)
         return limit
@@ -108,7 +108,7 @@ class Round:
         self.open_count = 0
         """Number of parts whose threads use the storage."""
         self.files = files
-        """Creates the parts of a striped file, which are all open at once."""
+        """File group of a striped file, whose parts are all open at once."""
 
     def paths(self) -> list[str]:
         """Return the paths of the parts, in order. Call it after `PartSet.finish`."""
@@ -143,7 +143,7 @@ class PartSetState(enum.Enum):
 
 
 class PartSet:
-    """The parts of one file from its first unit to the commit."""
+    """The parts of one file, from its first unit until all parts are stored."""
 
     def __init__(
         self, shared: WriterResources, path: str, assignment: UnitAssignment, deadline_s: float
@@ -162,7 +162,7 @@ class PartSet:
         """Count of events: a part has settled its charge, ended or failed."""
         self._error: BaseException | None = None
         self._outage: BaseException | None = None
-        """Last failure of the storage since it last took bytes."""
+        """Latest failure of the storage; None if it has taken bytes since."""
         self._progress_s = time.monotonic()
         shared.memory.begin_file()
 
@@ -441,7 +441,7 @@ class PartSet:
 
     def _remove_folders(self) -> None:
         for each in self._rounds:
-            # What stays is garbage that fsck names; the writer's error matters more.
+            # A folder that stays is garbage, which fsck finds; the writer's error matters more.
             with contextlib.suppress(Exception):
                 self.shared.backend.delete(each.folder, recursive=True)
         self.state = PartSetState.REMOVED

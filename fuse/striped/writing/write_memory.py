@@ -82,7 +82,7 @@ class WriteMemory:
         self._part_count = 0
         self._file_count = 0
         self._held_bytes = 0
-        """Bytes of units that writers of the storage still refer to. Dropping frees nothing."""
+        """Bytes of units that writers of the storage still refer to: dropping them is useless."""
         self._lock = threading.Lock()
 
     @property
@@ -147,8 +147,8 @@ class WriteMemory:
         """See `Charge.settle`."""
         needed_bytes = self._writer_bytes
         if not is_buffered:
-            # The part's thread, its packets, and its share of the unit that the file is filling:
-            # eight files at once exceeded the budget by 2 MiB for each part.
+            # For the part's thread, its packets, and its share of the unit that the file is
+            # filling: without this, eight files at once exceeded the budget by 2 MiB per part.
             needed_bytes = min(needed_bytes, unit_bytes)
         with self._lock:
             self._part_bytes = needed_bytes
