@@ -90,7 +90,7 @@ class BackingFiles:
             self._end += 1
         else:
             return False
-        # The node last: it makes the slot valid for a successor.
+        # The node is written last, because it makes the slot valid for a successor.
         self._set(slot, backing_id, 1)
         _NODE.pack_into(self._table, slot * _SLOT_BYTES, node)
         self._slots[node] = slot
@@ -129,7 +129,7 @@ class BackingFiles:
                 self._set(slot, backing_id, count - 1)
                 return
             _NODE.pack_into(self._table, slot * _SLOT_BYTES, 0)
-            # Not all zeros, which would end a successor's scan.
+            # A slot of zeros would end the scan of a successor.
             self._set(slot, 0, 1)
             del self._slots[node]
             self._free.append(slot)
@@ -141,7 +141,7 @@ class BackingFiles:
             return ORDINARY
         request = bytearray(wire.BACKING_MAP.pack(backing_fd, 0, 0))
         try:
-            # Returns the id itself, which the kernel counts up from 1.
+            # The ioctl returns the id, which the kernel counts up from 1.
             return int(fcntl.ioctl(self._device, wire.IOC_BACKING_OPEN, request, True))
         except OSError as error:
             # EPERM is permanent; ELOOP and others depend on the file.

@@ -128,7 +128,7 @@ def negotiate(request: InitRequest, options: MountOptions) -> tuple[ConnectionFe
         max_readahead_bytes,
         flags & 0xFFFFFFFF,
         options.max_background,
-        # The kernel marks the device congested, and stops readahead, at three quarters.
+        # Congestion threshold, at which the kernel stops readahead.
         max(1, options.max_background * 3 // 4),
         max_write_bytes,
         1,  # time_gran: timestamps have nanoseconds

@@ -62,7 +62,7 @@ class LiveConnection:
         self._folder = folder
         self._name = str(device_minor)
         try:
-            # While it is open, its inode number is not reused.
+            # The inode number of the folder is not reused while the folder is open.
             flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
             self._own: int | None = os.open(self._name, flags, dir_fd=folder)
         except FileNotFoundError:
@@ -130,7 +130,7 @@ def connection(device_minor: int) -> Iterator[LiveConnection | None]:
 def abort(device_minor: int) -> bool:
     """Fail all requests of the connection, now and later.
 
-    Return True also if it is gone already, and False if the control files are not accessible.
+    Return False if the control files are not accessible. A gone connection counts as aborted.
     """
     with connection(device_minor) as one:
         return one is not None and one.abort()

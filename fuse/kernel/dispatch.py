@@ -55,19 +55,20 @@ class Reply(Struct):
 EMPTY = Reply()
 
 Handler: TypeAlias = Callable[[Caller, int, memoryview], Reply | None]
-"""Takes the caller, the node and the bytes behind the header."""
+"""Function of the caller, the node and the bytes behind the header that returns the reply."""
 
 
 class LookupCounts:
     """Number of references to each node that the kernel holds. Thread-safe.
 
-    `dropped(node)` is called once the kernel cannot name the node any more. While a lookup is under
-    way, a node whose count falls to zero may be its answer, not counted yet; so `dropped` is called
-    only when no lookup is under way.
+    `dropped(node)` is called once the kernel cannot name the node any more. The answer of a lookup
+    that is under way may be a node whose count has fallen to zero; so `dropped` is called only when
+    no lookup is under way.
 
-    Of `inherited` nodes the kernel holds an unknown number of references from before. It drops them
-    with all others when it drops the inode, and then drops more than were counted here. It drops
-    single ones, too: of a lookup whose answer is another node than the name had before.
+    The kernel holds an unknown number of references to `inherited` nodes from an earlier process.
+    When it drops the inode, it drops all references at once, more than were counted here. It drops
+    a single counted reference if a lookup returns another node than the name had before; so a count
+    of exactly zero does not mean that an inherited node is unused.
     """
 
     def __init__(self, dropped: Callable[[int], None], inherited: Iterable[int] = ()) -> None:

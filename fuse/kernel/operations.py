@@ -112,7 +112,7 @@ class SetAttributes(Struct, frozen=True):
     mtime_ns: int | None = None
     handle: int | None = None
     lock_owner: int | None = None
-    """As `Caller.lock_owner`."""
+    """Value for `Caller.lock_owner`."""
 
 
 class Caller(Struct, frozen=True, eq=False):
@@ -274,8 +274,8 @@ class Operations:
     def flush(self, caller: Caller, node: int, handle: int) -> None:
         """Called for each close(2) of a descriptor; close(2) returns its error.
 
-        A child that inherited the descriptor closes it, too, at the latest when it ends:
-        `caller.lock_owner` distinguishes the two. After ENOSYS the kernel never asks again.
+        A child that inherited the descriptor closes its copy, at the latest when it ends:
+        `caller.lock_owner` tells parent and child apart. After ENOSYS the kernel never asks again.
         """
         raise _refuse(errno.ENOSYS)
 

@@ -51,8 +51,8 @@ class Attached(Struct, frozen=True):
         mounted = mount_table.find_mount(self.path)
         if mounted is None or mounted.device_minor != self.device_minor:
             return False
-        # The kernel gives the number of a connection that is gone to the next mount, perhaps on the
-        # same path. This one was not gone when the table was read if it is not gone now.
+        # The kernel reuses the number of a dropped connection for the next mount, perhaps on this
+        # path. A connection that exists now also existed when the table was read.
         return not self._is_gone()
 
     def _is_gone(self) -> bool:
@@ -242,7 +242,7 @@ class FuseServer:
 
     def _release(self) -> None:
         attached = self.attached
-        # An aborted mount stays in its place and answers ENOTCONN, whichever process aborted it.
+        # An aborted mount stays on its path, and answers ENOTCONN, until it is detached.
         try:
             self.detach()
         except Exception:
@@ -257,6 +257,6 @@ class FuseServer:
         except BaseException:
             log.exception("the file system on %s failed while it was released", attached.path)
         if done:
-            # Not while a thread is in an operation: it would reply on a reused descriptor.
+            # Not while a thread is in an operation, which would reply on a reused descriptor.
             with self._notify_lock:
                 os.close(attached.device)

@@ -21,10 +21,10 @@ from bootseer.fuse.kernel.dispatch import Dispatcher, Reply
 from bootseer.fuse.kernel.operations import Buffer, Caller
 
 # ---- memory of requests -------------------------------------------------------------------------
-# The data of a write lies in a buffer of its own, so that the operation can keep the buffer. Such
-# buffers are used again once any thread has released them: making a new bytearray faults in its
-# pages and fills them with zeros under the GIL, which was almost half of the time in which a save
-# held it. Everything else belongs to one thread.
+# The data of a write lies in a buffer of its own, so that the operation can keep the buffer. Write
+# buffers are used again once all threads have released them: making a new bytearray faults in its
+# pages and fills them with zeros under the GIL, which took almost half of the time for which a save
+# held the GIL. All other memory of a request belongs to one thread.
 
 # Resident from the start, also after a fork: if this process is killed while the kernel faults in
 # a page of the buffer, the request fails with EIO instead of going to the successor
@@ -39,7 +39,7 @@ _SPARE_MAX = 16
 class _WriteBuffer(bytearray):
     """Buffer that becomes spare again once it and all views of it are released."""
 
-    # Without attributes, because the interpreter would else call `__del__` only once.
+    # Without attributes: with them, the interpreter calls `__del__` only once.
     __slots__ = ()
 
     def __del__(self) -> None:
@@ -53,7 +53,7 @@ _spare: dict[int, deque[_WriteBuffer]] = {}
 """Spare buffers by size: resident, and not filled with zeros again."""
 
 
-def _take(size: int) -> _WriteBuffer:
+def _take_write_buffer(size: int) -> _WriteBuffer:
     try:
         buffer = _spare.setdefault(size, deque()).pop()
     except IndexError:
@@ -72,11 +72,11 @@ class RequestBuffer:
         self.head = view[: wire.WRITE_DATA_OFFSET]
         """The headers of a read or write, or the beginning of any other request."""
         self._overflow = view[wire.WRITE_DATA_OFFSET :]
-        self._put(max_write_bytes)
+        self._new_write_buffer(max_write_bytes)
 
-    def _put(self, size: int) -> None:
-        # Resident as well: the buffer was filled with zeros, or used before.
-        self._written = _take(size)
+    def _new_write_buffer(self, size: int) -> None:
+        # The buffer is resident, because it was filled with zeros, or used before.
+        self._written = _take_write_buffer(size)
         self.into = (self.head, self._written, self._overflow)
 
     def body(self, length: int) -> memoryview:
@@ -98,7 +98,7 @@ class RequestBuffer:
         written = self._written
         if size < max(_GIVEN_MIN_BYTES, len(written) - wire.PAGE_BYTES):
             return memoryview(written)[:size]
-        self._put(len(written))
+        self._new_write_buffer(len(written))
         try:
             del written[size:]
         except BufferError:  # The traceback of an earlier error holds a view of the buffer.
@@ -266,13 +266,13 @@ class Session:
                     try:
                         writev(device, vector)
                     except OSError as error:
-                        self._lost(read_opcode, unique, error)
+                        self._reply_failed(read_opcode, unique, error)
                 # A waiting thread must not keep the operation's buffers alive.
                 data, vector = b"", ()
             elif opcode == write_opcode:
                 self._write(caller, node, handle, offset, size, buffer)
             else:
-                self._other(opcode, caller, node, buffer.body(length))
+                self._dispatch(opcode, caller, node, buffer.body(length))
             slot.unique = 0
             if interrupts:
                 interrupts.discard(unique)
@@ -294,7 +294,7 @@ class Session:
             return
         self._send(wire.WRITE, caller.unique, Reply(body))
 
-    def _other(self, opcode: int, caller: Caller, node: int, body: memoryview) -> None:
+    def _dispatch(self, opcode: int, caller: Caller, node: int, body: memoryview) -> None:
         if opcode == wire.INTERRUPT:
             self._interrupt(caller.unique, wire.INTERRUPT_IN.unpack_from(body)[0])
             return
@@ -311,7 +311,7 @@ class Session:
         try:
             os.writev(self._device, (header, answer.body))
         except OSError as error:
-            self._lost(opcode, unique, error)
+            self._reply_failed(opcode, unique, error)
             if answer.undelivered is not None:
                 try:
                     answer.undelivered()
@@ -323,7 +323,7 @@ class Session:
     def _refuse(self, opcode: int, unique: int, error: BaseException) -> None:
         self._send(opcode, unique, Reply(error=self._dispatcher.errno_for(opcode, error)))
 
-    def _lost(self, opcode: int, unique: int, error: OSError) -> None:
+    def _reply_failed(self, opcode: int, unique: int, error: OSError) -> None:
         if error.errno in _UNDELIVERABLE:
             return
         self._dispatcher.report(opcode, error)
@@ -352,8 +352,8 @@ class Session:
                     self._interrupts.discard(target)
                 return
         # Another thread has read the request but not recorded it yet: EAGAIN makes the kernel
-        # repeat the interrupt, unless the request is answered by then. The pause lets that thread
-        # get the GIL; without it, the kernel was seen to repeat the interrupt thousands of times.
+        # repeat the interrupt, unless the request is answered by then. The pause lets the other
+        # thread get the GIL; without a pause, the kernel repeated an interrupt thousands of times.
         time.sleep(_UNNOTED_PAUSE_S)
         self._send_error(errno.EAGAIN, unique)
 

@@ -141,8 +141,8 @@ def unmount(path: Path, *, timeout_s: float = 10.0) -> None:
         if connection.wait_gone(min(_COPIES_S, timeout_s)):
             return
         if mount.read_only:
-            # Not if it can be written to: programs in other namespaces must get errors then, and
-            # must not write into the folder below the mount.
+            # Copies of a writable mount stay: programs in other namespaces get errors, and do not
+            # write into the folder below the mount.
             namespaces.detach_copies(mount.device_minor, timeout_s)
         if connection.wait_gone(timeout_s):
             return

@@ -275,8 +275,8 @@ class UnitRead(ReadJob):
         self._readers[number] = reader
         one.number, one.has_replicas = number, reader.has_replicas
         one.tells_progress = reader.can_stop
-        # `is_checked` turns off the storage's own checksums. They are needed after a failure, when an
-        # undamaged replica is wanted, and for a late read that no other replica can repeat.
+        # `is_checked` turns off the storage's own checksums. They are needed after a failure, to
+        # find an undamaged replica, and for a late read that no other replica can repeat.
         one.attempt.is_checked = (
             has_checksums
             and not self.failure_count
