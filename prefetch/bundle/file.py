@@ -167,7 +167,7 @@ class BundleFile:
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        # Not durable: the frames of the image's own blobs will replace the file.
+        # Without a flush to the disk: frames of the image's own blobs will replace the file.
         self._content.close(durable=False)
 
     def remove(self) -> None:

@@ -34,8 +34,8 @@ the first page would come with the last. Small ones waste time by their latency.
 small while a start waits for its first pages, and large later."""
 
 _SHARED_FETCH_BYTES = ((None, 1),)
-"""The same for frames that a fan-out brings: they cost no request, and a frame that is fetched
-together with others waits for the last of them."""
+"""Fetches of frames that a fan-out brings, one frame each: a frame costs no request, and would have
+to wait for others that are fetched with it."""
 
 _FOLLOW_S = 120.0
 """Longest time for which a server follows another one."""

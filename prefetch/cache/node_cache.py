@@ -364,7 +364,7 @@ class NodeCache:
         starts = read_starts(path)
         if starts is None:
             return 0
-        # Not `open_pieces`, since this is no use for which `trim` should keep the stream.
+        # Unlike `open_pieces`, this is no use, for which `trim` would keep the stream.
         stream = CachedStream(path, starts, self.boot)
         try:
             return stream.check_all()

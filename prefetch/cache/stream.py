@@ -460,7 +460,7 @@ class CachedStream:
             write_all(self._sums_fd, _TRUST.pack(is_clean, boot), _TRUST_OFFSET)
 
     def _write_sum(self, number: int, value: int) -> None:
-        # Not through the map: on a full disk, that raises SIGBUS.
+        # By pwrite: on a full disk, a write through the map raises SIGBUS.
         write_all(self._sums_fd, array("Q", [value]).tobytes(), HEADER_BYTES + 8 * number)
 
     # ---- comparing ------------------------------------------------------------------------

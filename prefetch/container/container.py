@@ -168,7 +168,7 @@ class Container(Struct):
 
         def into_root() -> None:
             os.chroot(self.root)
-            # First, since a relative path would start at this process's folder, which is outside.
+            # To the root first: the current folder, where a relative path begins, is outside.
             os.chdir("/")
             os.chdir(working_dir)
 
@@ -182,7 +182,7 @@ class Container(Struct):
         Raises: OSError, BootseerError.
         """
         user = self.job_user()
-        # Not `change_root`, which would move the original as well.
+        # `change_root` would move the original process as well.
         os.chroot(self.root)
         os.chdir("/")
         take_place(self.config.working_dir or "/", user, rootless=self.rootless)

@@ -290,7 +290,7 @@ _TERMINALS = ("ptmxmode=0666", "mode=0620", "gid=5")
 def _sys(sysfs: str) -> Mapping[str, Any]:
     if sysfs == FRESH_SYSFS:
         return _mount("/sys", "sysfs", "sysfs", *_UNUSABLE, "ro")
-    # Not "rbind", which would show mounts below it, such as cgroups, and leave them writable.
+    # "rbind" would show mounts below /sys, such as cgroups, and leave them writable.
     return _mount("/sys", "bind", "/sys", "bind", *_UNUSABLE, "ro")
 
 

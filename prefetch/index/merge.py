@@ -84,7 +84,7 @@ def merge_layers(layers: Sequence[LayerTree]) -> Tree:
             raise CorruptError(f"{where} cannot be applied: {error}") from error
     has_root = root.inode != _NO_INODE
     wanted = _collect(root, gathered.mtime_ns(root.inode) if has_root else 0)
-    del root  # It takes more memory than the tree will.
+    del root  # The merged directories take more memory than the tree.
     return gathered.tree(
         wanted, mode=_unpacked_mode, mtime_ns=_unpacked_time, xattrs=_unpacked_xattrs
     )

@@ -52,7 +52,7 @@ layer's parsing and publishing with the other's compression."""
 _CLOCK_REALTIME_COARSE = 5
 """Clock id of clock_gettime(2), for which Python has no name."""
 _LEASE_S = 120.0
-"""Renewed while a layer is packed; after a crash other nodes begin anew when it has expired."""
+"""Life of a lease, which is renewed while a layer is packed. After a crash it expires."""
 OTHER_NODE_S = 3600.0
 """The longest wait for another node that renews its lease."""
 OTHER_NODE_POLL_S = 1.0

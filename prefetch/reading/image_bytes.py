@@ -49,7 +49,7 @@ _LOOKUP_S = 0.25
 """Longest wait of a fault for the lookup of the bundle as the server starts: the bundle file of the
 node may have the bytes."""
 _FANOUT_LOOKUP_S = 1.5
-"""The same for a start whose nodes feed each other: so long they wait for one that begins later."""
+"""The same wait in a start with a fan-out, whose nodes wait for nodes that begin later."""
 _OTHER_SERVER_S = 2.0
 _OTHER_SERVER_SHARE = 0.1
 """Limits, in seconds and as a share of the deadline, of the wait for another server of the node
@@ -399,7 +399,7 @@ class ImageBytes:
         if self.replay is not None and self.replay.bundle is file.bundle:
             self.replay.refute(error)
         ranges = [tuple(extent) for frame in file.bundle.frames for extent in frame.extents]
-        # Not in this thread, for which a reader may wait, and the kernel for the reader.
+        # In another thread, because a reader may wait for this one, and the kernel for the reader.
         threading.Thread(
             target=self._on_refuted, args=(ranges,), name="refuted", daemon=True
         ).start()

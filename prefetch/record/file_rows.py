@@ -18,7 +18,7 @@ from bootseer.blob.zstd_frame import expand
 from bootseer.errors import CorruptError
 
 _DECODED_BYTES_MAX = 256 * 2**20
-"""A million rows take about 30 MB."""
+"""Size of the largest decoded document; a million rows take about 30 MB."""
 HEADER_BYTES_MAX = 2**23
 _FILE_BYTES_MAX = 2**62
 """More than any file system holds; rounded up to pages it is still a signed number of 64 bits."""

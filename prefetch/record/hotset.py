@@ -25,7 +25,7 @@ from bootseer.prefetch.record.file_rows import (
 from bootseer.prefetch.record.trace import Trace
 
 PAGE_BYTES = 4096
-"""The kernel caches, and so a start touches, whole pages."""
+"""Unit of touches, because the kernel caches whole pages."""
 
 TOUCH_COUNT_MAX = 2**20
 """Pages of one trace that count: 4 GiB. A start reads less; later reads are training. The limit

@@ -138,7 +138,7 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
             report=report,
             restart=RestartPolicy(_RESTART_COUNT),
         )
-    # Last, since this may take long on a slow disk, and no process waits for it.
+    # At the end, because this may take long on a slow disk, and no process waits for it now.
     vouched = vouched_streams(
         plan.settings, plan.state.index_digest, tree.blobs, is_local=plan.options.is_local
     )
@@ -241,7 +241,7 @@ class ImageServer:
         self._upkeep.close()
         self._is_mounted = False
         self._upkeep.write_figures()
-        # Not durable: `serve_image` does that, when no process waits any more.
+        # Without a flush to the disk: `serve_image` does that when no process waits any more.
         self._reads.close()
         self._streams.close(durable=False)
         self._layers.close()

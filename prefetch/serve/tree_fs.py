@@ -183,7 +183,7 @@ class TreeFileSystem(Operations):
         except BootseerError as error:
             path = os.fsdecode(self._tree.path(node - 1))
             _log.error("cannot read bytes %d to %d of /%s: %s", offset, end, path, error)
-            # Not ENOENT for a missing blob: the file exists.
+            # ENOENT of a missing blob would say that the file does not exist.
             code = errno.ETIMEDOUT if isinstance(error, DeadlineError) else errno.EIO
             raise OSError(code, os.strerror(code)) from error
 
@@ -277,7 +277,7 @@ class TreeFileSystem(Operations):
         raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
 
     def listxattr(self, caller: Caller, node: int) -> Sequence[bytes]:
-        # Not ENOSYS: other file systems answer with an empty list.
+        # Other file systems answer with an empty list instead of ENOSYS.
         if not self._has_xattrs:
             return ()
         return [key for key, _ in self._tree.inode(self._number(node)).xattrs]

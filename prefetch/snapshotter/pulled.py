@@ -73,7 +73,7 @@ class PulledImages:
         self._due = DueChains()
 
     def layer_begun(self, parent: str) -> None:
-        """Note that a layer is being unpacked on the chain `parent`, which so is no whole image."""
+        """Note that a layer is unpacked on the chain `parent`, so that this is no whole image."""
         self._due.discard(parent)
 
     def layer_unpacked(self, chain_id: str, parent: str) -> None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 2**20
 _DEADLINE_S = 60
-"""For each read of the engine's answer, not for the whole image. An engine that sends only a byte
-now and then is given up by `ReadAhead`, which waits at most 300 s for each MiB."""
+"""Deadline of each read of the engine's answer, not of the whole image. `ReadAhead`, which waits at
+most 300 s for each MiB, gives up an engine that sends only a byte now and then."""
 
 
 def open_docker_image(name: str, work_dir: Path) -> ImageSource:

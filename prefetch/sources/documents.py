@@ -31,7 +31,7 @@ from bootseer.registry.documents import (
 )
 
 LAYER_COUNT_MAX = 1000
-"""Overlayfs takes at most 500 layers, Docker 127."""
+"""Most layers of an image; overlayfs takes at most 500 layers, Docker 127."""
 _Words = Annotated[tuple[Text, ...], Meta(max_length=ENTRY_COUNT_MAX)]
 
 OpenFile = Callable[[str], BinaryIO]

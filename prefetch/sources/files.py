@@ -218,7 +218,7 @@ def open_content(directory: Path, chain_id: str) -> ImageSource:
             manifest = Descriptor(digest, size_bytes)
             image = read_image(partial(_open_below, directory), manifest, str(directory))
         except BootseerError:
-            # Not a manifest, or one whose configuration containerd has removed.
+            # The blob is no manifest, or containerd has removed its configuration.
             continue
         if chain_id in chain_ids(image.config.diff_ids)[-1:]:
             name = f"containerd/{image.identity}"

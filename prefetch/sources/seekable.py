@@ -37,7 +37,7 @@ _GZIP = b"\x1f\x8b\x08"
 _STEP_BYTES = 2**24
 """Output between two checks of the layer's expansion."""
 _LEVEL = 3
-"""Higher levels make the windows 5 % smaller and take ten times as long."""
+"""Compression level: higher ones make the windows 5 % smaller and take ten times as long."""
 
 # The export of indexed_gzip: header, table, windows (zran.c, zran_export_index).
 _EXPORT = struct.Struct("<5sBBQQIII")

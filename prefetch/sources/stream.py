@@ -27,10 +27,10 @@ from bootseer.errors import BootseerError, CorruptError, DeadlineError, from_ose
 
 _QUEUED_PIECES_MAX = 8
 WAIT_S = 300.0
-"""Sources have shorter deadlines of their own; this one ends the wait for a source without any."""
+"""Longest wait for a piece, for sources without a shorter deadline of their own."""
 _POLL_S = 0.2
 _JOIN_S = 5.0
-"""A thread ends after the piece that it is working on; a thread that hangs in a source is left."""
+"""Longest wait for a thread to end after its current piece; a thread that hangs is left behind."""
 
 
 class ReadAhead:

@@ -11,8 +11,8 @@ from msgspec import Struct
 from bootseer.prefetch.warm.record import FileRange, WarmFile, WarmRecord, normalized
 
 GAP_BYTES = 128 * 1024
-"""Smaller gaps are read as well: the kernel's own read-ahead, 128 KiB, would reach over them, and
-on a network file system a request costs about as much as reading that many bytes."""
+"""Least gap that splits two ranges. Smaller gaps are read: the kernel's own read-ahead, 128 KiB,
+would reach over them, and on a network file system a request costs as much as reading them."""
 
 JOB_BYTES = 32 * 2**20
 """Bytes of a file that one thread reads before other threads may take the file's next part."""

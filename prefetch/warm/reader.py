@@ -22,7 +22,7 @@ from bootseer.store.local.beneath import FilesBeneath
 _log = logging.getLogger(__name__)
 
 WINDOW_BYTES = 2**20
-"""One request to a stripe of Lustre; eight requests of 128 KiB with the kernel's defaults."""
+"""Bytes of a window: one request to a stripe of Lustre, or eight requests of 128 KiB elsewhere."""
 
 _ADVICE_BYTES_MIN = 128 * 1024
 """Least bytes for which an advice takes effect. The kernel cuts each advice to the device's

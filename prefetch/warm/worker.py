@@ -3,7 +3,7 @@
 The process gets a `WarmRequest` (`served.processes`) and reports as soon as the command may start:
 when the recording is prepared, or at once if there is a record to read. It ends with the command,
 at the end of its work, or at a deadline. It holds the service's folder; other ranks of the node
-find that held, and do nothing.
+find the folder held, and do nothing.
 """
 
 import contextlib
