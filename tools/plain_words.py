@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Count the docstrings that cannot be understood on their own.
+"""Count the docstrings, also of attributes, that cannot be understood on their own.
 
 Usage: plain_words.py [--list] [--most PERCENT] PATH...
 
@@ -10,6 +10,7 @@ phrase without a noun ("somebody", "whoever", "what is", "of ours").
 
 import argparse
 import ast
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,10 @@ _PHRASES = re.compile(
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
+# The description of a value may say when it is None.
+_NONE_IF = re.compile(r"None\b")
+
+
 class Finding(NamedTuple):
     """First paragraph of a docstring, and its faults by the two rules."""
 
@@ -41,15 +46,26 @@ class Finding(NamedTuple):
 def read_docstrings(source: str) -> Iterator[Finding]:
     """Yield one finding for each docstring of the Python module `source`, also for good ones."""
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, _DOCUMENTED) or not (text := ast.get_docstring(node)):
-            continue
-        paragraph = " ".join(text.split("\n\n")[0].split())
-        yield Finding(
-            getattr(node, "lineno", 1),
-            paragraph,
-            _FIRST_WORDS.match(paragraph) is not None,
-            _PHRASES.search(paragraph) is not None,
-        )
+        if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
+            yield _judge(getattr(node, "lineno", 1), text)
+        body = getattr(node, "body", None)
+        for before, here in itertools.pairwise(body if isinstance(body, list) else ()):
+            match before, here:
+                case ast.Assign() | ast.AnnAssign(), ast.Expr(ast.Constant(str(text))):
+                    found = _judge(here.lineno, text)
+                    yield found._replace(
+                        opens_with_riddle=found.opens_with_riddle and not _NONE_IF.match(text)
+                    )
+
+
+def _judge(line: int, text: str) -> Finding:
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return Finding(
+        line,
+        paragraph,
+        _FIRST_WORDS.match(paragraph) is not None,
+        _PHRASES.search(paragraph) is not None,
+    )
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The counter of docstrings that cannot be understood on their own (tools/plain_words.py)."""
+"""Count of the docstrings that cannot be understood on their own (tools/plain_words.py)."""
 
 from tools.plain_words import read_docstrings
 
@@ -14,6 +14,11 @@ def third():
     What is missing is read.
     """
 def fourth(): ...
+class Frame:
+    size_bytes: int
+    """How much is sent."""
+    digest: bytes | None
+    """None if the frame is empty."""
 '''
 
 
@@ -24,4 +29,6 @@ def test_first_words_and_phrases_of_first_paragraphs_are_counted() -> None:
         "What is read next.": (True, True),
         "Return the chunk, for whoever asks.": (False, True),
         "Return the chunk.": (False, False),
+        "How much is sent.": (True, False),
+        "None if the frame is empty.": (False, False),
     }
