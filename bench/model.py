@@ -157,7 +157,7 @@ class Case:
 
     name: str
     description: str
-    """Sentence that says what the case measures."""
+    """Sentence that describes the measurement."""
     prepare: Callable[[Workspace], AbstractContextManager[None]]
     """Context manager that makes what all variants share. Raises: MissingError."""
     variants: tuple[Variant, ...]

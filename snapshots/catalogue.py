@@ -526,4 +526,4 @@ FORMATS = (
     ObjectFormat(_NAMES, _links_of_name, pattern=ONE_DOCUMENT),
     ObjectFormat(FOLDER, _links_of_manifest, pattern=ONE_DOCUMENT),
 )
-"""What a garbage collector knows of snapshots."""
+"""Formats of snapshots, for garbage collectors."""

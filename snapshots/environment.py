@@ -125,7 +125,7 @@ class Known(Struct, frozen=True):
     in_place: str = ""
     """MOUNTED or HELD; empty if the targets do not hold the snapshot."""
     is_used: bool = False
-    """Whether another job runs on what is in place, so that it cannot be replaced."""
+    """Whether another job uses the files in place, so that they cannot be replaced."""
 
 
 class Decision(Struct, frozen=True):
@@ -270,7 +270,7 @@ class SetupResult(Struct, frozen=True):
     setup_seconds: float
     """Seconds of the command itself, now or when the snapshot was made."""
     mode: str = ""
-    """How it was restored: "mount", "link" or "extract"; empty if it was not."""
+    """Way of the restoration: "mount", "link" or "extract"; empty without one."""
     mode_reason: str = ""
     ready_names: tuple[str, ...] = ()
     """Names for BOOTSEER_READY_SOCKETS: "ready" sent there ends the records of mounts."""

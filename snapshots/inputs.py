@@ -213,7 +213,7 @@ class _Requirements(Struct, frozen=True):
     local: tuple[str, ...]
     """Paths of projects and archives."""
     requirements: tuple[str, ...]
-    """All other requirements."""
+    """Requirements of other kinds."""
     variables: tuple[str, ...]
     """Variables whose values pip inserts."""
     uses_index: bool

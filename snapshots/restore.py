@@ -210,7 +210,7 @@ class Wish(Struct, frozen=True):
     """Wishes of the caller of a restore."""
 
     mode: str
-    """One of `config.RESTORE_MODES`."""
+    """Mode, from `config.RESTORE_MODES`."""
     until_exit: bool = False
     """Whether mounts end with this process; else they stay until they are unmounted."""
     is_container: bool = False

@@ -37,7 +37,7 @@ _BLOCKED, _WITHOUT = "4 starts, ports blocked", "4 starts, without fan-out"
 _STORES = {"HDFS": hdfs_store, "S3": s3_store}
 _STARTS, _SEPARATE = 16, 4
 _START_MBIT, _START_MB = 16.0, (16, 16, 32)
-"""Of the image, the environment and the checkpoint, each node reads so many MiB. 16 starts on two
+"""MiB of the image, the environment and the checkpoint that each node reads. 16 starts on two
 cores use both nearly all the time at this rate; at 8 Mbit/s the queue of a line alone is longer
 than the silence after which a node counts as lost."""
 _QUICK_SHARE = 4.0

@@ -38,7 +38,7 @@ class World:
     rate: float = 2e6
     """Bytes per second of each line, both ways."""
     hop_s: float = 0.01
-    """One way through the network, with what the programs need."""
+    """Time of a message from one node to another, in the network and in both programs."""
     tick_s: float = 0.1
     store_rate: float = 0.0
     """Bytes per second that the store sends; 0: as much as a node."""
@@ -49,7 +49,7 @@ class World:
     """Nodes that claim to have everything, and send wrong bytes, nothing or a drip by turns."""
     fault_s: float = 2.0
     joined_s: dict[int, float] = field(default_factory=dict)
-    """When a node begins, where that is not 0."""
+    """Time at which a node begins; 0 for nodes that are not named."""
     absent: tuple[int, ...] = ()
     outage_s: tuple[float, float] = (0.0, 0.0)
     """Between these times no node reaches another one; all reach the store."""
@@ -97,7 +97,7 @@ class _Stream:
     is_dripping: bool = False
     is_busy: bool = False
     is_stuck: bool = False
-    """Whether the child is gone, and what was sent last lies in buffers."""
+    """Whether the child is gone, and the bytes that were sent last lie in buffers."""
     begun_s: float = 0.0
     took_s: float = 0.0
 

@@ -29,7 +29,7 @@ from testbed.servers.s3 import make_bucket, rgw_server
 
 MEGABYTE = 1 << 20
 _NODE_BYTES = 256 << 20
-"""Of memory for the folders of one node: three times what it reads, and the image's index."""
+"""Memory for the folders of one node: three times its reads, and the image's index."""
 _LIMIT_S = 600.0
 _UNIT_BYTES = 256 << 10
 """Stripe unit of the checkpoint: striped, since only stripe units travel by fan-out, and so small

@@ -39,8 +39,8 @@ class TraceAccess(Struct):
     after_s: float
     """Seconds since the start."""
     is_ahead: bool
-    """Whether the server handed the bytes to the kernel unasked, so that nobody may have wanted
-    them."""
+    """Whether the server handed the bytes to the kernel unasked, so that the job may not have
+    wanted them."""
     offset: int
     length: int
     path: str

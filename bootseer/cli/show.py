@@ -26,7 +26,7 @@ T = TypeVar("T", bound=Struct)
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FIGURE = re.compile(r"( s|/s|%|^(bytes|size|nodes|ranks|ratio|moved|first|second|share|.*count))$")
 _SHORT = {"fingerprint": 12, "key": 12, "id": 12, "digest": 19}
-"""How much of an identity tables show, by the last word of its name."""
+"""Characters of an identity that tables show, by the last word of its name."""
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")

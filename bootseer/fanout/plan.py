@@ -91,8 +91,8 @@ _SETTLED_S = 3.0
 _STORE_CROWD = 2
 """Number of other nodes reading a tree from the store that is too many: one is enough."""
 _TURN_S, _ALONE_S = 0.25, 0.3
-"""Delay of each further level of a tree before its nodes read the store; how long a node that
-nobody answers waits."""
+"""Delay of each further level of a tree before its nodes read the store; wait of a node
+without any answer."""
 _HELP_S = 0.6
 """Time that a tree must still take to be read from two nodes."""
 _RANDOM_COUNT, _LAST_ASK_COUNT, _READERS_MAX = 6, 16, 4
@@ -168,7 +168,7 @@ class Take(Struct, frozen=True):
 
     source: int
     reason: Reason | None
-    """Why the last source is left; None at the beginning."""
+    """Reason for which the last source is left; None at the beginning."""
     leaves_store: bool = False
 
 
@@ -288,7 +288,7 @@ class SourcePlan:
         self.count = self.length = 0
         """Chunks of the tree that are here, from the first one on; all chunks, 0 while unknown."""
         self.other: SourcePlan | None = None
-        """The plan of the other tree, whose rate shows what the node's line can do."""
+        """Plan of the other tree, whose rate shows the speed of the node's line."""
         self.chunk_bytes = chunk_bytes
         self._trees, self._node, self._tree, self._random = trees, node, tree, random
         self._parent, self._stand_in = trees.parent(tree, node), trees.stand_in(tree, node)

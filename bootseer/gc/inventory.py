@@ -51,7 +51,7 @@ class Inventory(Struct, frozen=True):
 
     objects: Mapping[str, Object]
     formats: Sequence[ObjectFormat]
-    """All formats; each comes before the formats that it may refer to."""
+    """Formats; each comes before the formats that it may refer to."""
     now_ns: int = 0
     """Time of the listing, from which ages are computed: the earlier one of the storage's clock and
     this node's, so that a clock that is ahead makes no object seem old."""

@@ -44,7 +44,7 @@ _RUNC_END_S = 20
 _LOGS_KEPT = 20
 _BEING_MADE_S = 60.0
 _ENDED_KEPT_S = 3600.0
-"""Time for which users can ask what a checkpoint mount has lost."""
+"""Time for which users can ask for the files that a checkpoint mount has lost."""
 _FREED_S = 5.0
 _FAILED_END_S = 3.0
 _GIVEN_UP_END_S = 10.0

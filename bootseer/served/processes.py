@@ -102,7 +102,7 @@ ROLES = {
         VOLUMES_FANOUT,
     )
 }
-"""All roles, by module: a spawner starts no other module."""
+"""Roles by module: a spawner starts no other module."""
 
 
 class Ready(Struct, frozen=True):

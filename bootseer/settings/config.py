@@ -61,7 +61,7 @@ _NOT_OURS = _PREFIX + r"(TEST_.*|REQUIRE_.*|PRELOAD.*|(.*_)?(SERVICE|PORT)(_.*)?
 RECORD_MODES = ("auto", "always", "never")
 RESTORE_MODES = ("auto", "mount", "link", "extract")
 DEFAULT_JOB = "default"
-"""Name of a job that nobody has named."""
+"""Name of a job without a name of its own."""
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 

@@ -19,7 +19,7 @@ _COUNT_MAX = 1 << 14
 ChunkDigests = Annotated[
     tuple[Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")], ...], Meta(max_length=_COUNT_MAX)
 ]
-"""BLAKE3 digests of an object's chunks, in order; empty: nobody has listed them."""
+"""BLAKE3 digests of an object's chunks, in order; empty if they are unknown."""
 
 
 def digests_of(data: bytes) -> ChunkDigests:

@@ -18,7 +18,7 @@ class FetchStatistics(Struct, frozen=True):
     fetch_count: int
     """Reads that brought all their bytes."""
     fetched_bytes: int
-    """Bytes of those reads, tolerated gaps and refetches included."""
+    """Bytes of the reads, tolerated gaps and refetches included."""
     delivered_count: int
     """Chunks that were verified and handed over."""
     delivered_bytes: int

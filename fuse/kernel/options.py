@@ -19,7 +19,7 @@ class MountOptions(Struct, frozen=True, kw_only=True):
     subtype: str = "bootseer"
     """The file system type becomes `fuse.<subtype>`, which `find_mounts` searches for."""
     allow_other: bool = False
-    """Let other users in. Without root it needs user_allow_other in /etc/fuse.conf."""
+    """Whether other users may access the mount; without root, /etc/fuse.conf must allow it."""
     default_permissions: bool = True
     """The kernel checks permissions by mode, uid and gid."""
     read_only: bool = False

@@ -106,7 +106,7 @@ class Memory:
         self._in_use: dict[int, weakref.ref[object]] = {}
         """Buffers by the number of their owner object."""
         self._given_up: dict[int, int] = {}
-        """Sizes of the buffers that their owners gave up, but of which views may exist."""
+        """Sizes of buffers that their owners gave up; views of them may still exist."""
         self._uncounted: set[int] = set()
         """Buffers that do not count in the budget any more."""
 

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 _MEMORY_FRAMES = 64
 """Frames kept in memory on a full disk (32 MiB): more than all requests under way at once bring."""
 _FILES_MAX = 2
-"""Bundle files that are read: that of this start, and the one that the node used before."""
+"""Most bundle files that are read: the file of this start, and the file used before."""
 
 
 def file_key(bundle: Bundle, image_key: str) -> str:

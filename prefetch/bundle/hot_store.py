@@ -68,7 +68,7 @@ class HotPointer(Struct, frozen=True, omit_defaults=True):
     """Number of traces that the bundle was made from."""
     created_ns: Count64
     scattered: Annotated[tuple[PathBytes, ...], Meta(max_length=SCATTERED_COUNT_MAX)] = ()
-    """Files of which each start reads different bytes, so that they are not in the bundle."""
+    """Files that are not in the bundle, because each start reads different bytes of them."""
     header_chunks: ChunkDigests = ()
     """Digests of the header's chunks, which nodes pass on to each other."""
 

@@ -70,7 +70,7 @@ class PreloadPlan(Struct, frozen=True):
     pieces: tuple[Pages, ...]
     """Pages to store."""
     places: dict[int, tuple[list[int], list[int]]]
-    """By inode: the offsets in the file of its pieces, ascending, and the numbers of the pieces."""
+    """Offsets of the pieces in a file, ascending, and the numbers of the pieces; by inode."""
     names: tuple[bytes, ...]
     """Paths, parents before children. Those that end with a slash are directories to list; the
     others are to be looked up."""

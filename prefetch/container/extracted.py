@@ -56,7 +56,7 @@ YOUNG_S = 60.0
 _LOCK_S = 60.0
 """Deadline of a shared lock: others lock a directory exclusively only to rename it."""
 _ATTEMPTS_MAX = 5
-"""Attempts, each of which fails if another start removes the directory before it is locked."""
+"""Most attempts; an attempt fails if another start removes the directory before it is locked."""
 
 
 class ExtractedImage(Struct, frozen=True):

@@ -102,7 +102,7 @@ class Start:
         self._without_replay = ReplayState.NONE
         self._pointer: HotPointer | None = None
         self._scattered: frozenset[int] = frozenset()
-        """Inodes of files of which each start reads different bytes."""
+        """Inodes of files that are left out, because each start reads different bytes of them."""
         self._accuracy_at_end: BundleAccuracy | None = None
         self._preload: KernelPreload | None = None
         self._root = -1
@@ -122,7 +122,7 @@ class Start:
         return not self._log.is_open and self.replay_state not in _UNDER_WAY
 
     def reads_store(self, limit_s: float) -> bool:
-        """Return `StartDocuments.reads_store`, once the bundle was looked up or time is over."""
+        """Return `StartDocuments.reads_store`, after the lookup of the bundle or a time-out."""
         if self._plan.settings.fanout and self._plan.settings.prefetch:
             self._has_looked.wait(limit_s)
         return self._reads_store

@@ -32,7 +32,7 @@ from bootseer.settings.config import Settings
 from bootseer.store import open_store
 
 WINDOW_S = 120.0
-"""The longest record: by then the start is over, and training reads other files."""
+"""Duration of the longest record. After it, training reads other files."""
 
 READ_DEADLINE_S = 600.0
 """The longest read-ahead: by then the command has read the rest itself."""
@@ -47,7 +47,7 @@ class NodePaths(Struct, frozen=True):
     service: Path
     """Folder of the service; its name is the service's identity."""
     outcome: Path
-    """File with what is done, or was done last, for `bootseer warm --show`."""
+    """File with the current or last outcome, for `bootseer warm --show`."""
     log: Path
 
 
@@ -133,7 +133,7 @@ def stored_record(request: WarmRequest) -> WarmRecord:
 
 
 def read_outcome(path: Path) -> dict[str, Any]:
-    """Return what was done last; {} if that is unknown or its file is damaged."""
+    """Return the current or last outcome; {} if it is unknown or its file is damaged."""
     return read_private_file(path, _OUTCOME) or {}
 
 

@@ -21,14 +21,14 @@ class KnownCache(Struct, frozen=True, kw_only=True):
 
     variable: str
     packages: tuple[str, ...] = ()
-    """Packages of which one must be installed, by PEP 503 names; empty: none has to be."""
+    """Packages (PEP 503 names), at least one of which must be installed; empty: no condition."""
     decided_by: tuple[str, ...] = ()
     """Packages whose versions decide whether a cached file can be used."""
     facts: frozenset[str] = EVERYTHING
     vendor: str = ""
     """Maker of a GPU that must be present ("nvidia" or "amd"); empty: no GPU needed."""
     is_set: bool = True
-    """Whether Bootseer sets the variable, to a folder of its own, if nobody has set it."""
+    """Whether Bootseer sets the variable, to a folder of its own, if it is not set."""
     instead: tuple[str, ...] = ()
     """Other variables for the folder; Bootseer sets its own only if none of these is set."""
     ordinary: str = ""

@@ -22,7 +22,7 @@ class RecordEntry(Struct, frozen=True):
     """Name of the record in the users' rules: a reference or a key."""
     created_ns: int = 0
     group: str = ""
-    """Group of records of which a rule can keep the newest ones."""
+    """Group of records; a rule can keep the newest ones of a group."""
     targets: tuple[bytes, ...] = ()
     """Paths at which the record is restored."""
     trees: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Links(Struct, frozen=True):
     lends: tuple[str, ...] = ()
     """Keys of objects that stay too as long as another object needs this object."""
     hangs_on: tuple[str, ...] = ()
-    """Keys of objects of which one must stay for this object to stay."""
+    """Keys of objects; at least one of them must stay for this object to stay."""
     label: str = ""
     """User's name of the object in `hangs_on`."""
     entry: RecordEntry | None = None

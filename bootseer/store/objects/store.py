@@ -64,7 +64,7 @@ class Store(Closing):
         self._readers: OrderedDict[str, Reader] = OrderedDict()
         self._opening = SingleFlight()
         self._damaged: set[str] = set()
-        """Keys of objects of which a read has returned damaged bytes."""
+        """Keys of objects whose reads have returned damaged bytes."""
         self._lock = threading.Lock()
 
     @property

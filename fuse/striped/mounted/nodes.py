@@ -318,7 +318,7 @@ class NodeTable:
         """Requests for nodes and open files so far."""
         self._journal = journal
         self._pending: dict[tuple[int, str], PendingLookup] = {}
-        """By thread and name."""
+        """Pending lookups by thread and name."""
         self._ids = itertools.count(ROOT_NODE + 1)
         self._handle_ids = itertools.count(1)
 

@@ -143,7 +143,7 @@ class FileWriter:
 
     @property
     def starts_anew(self) -> bool:
-        """Whether the next `publish` replaces whatever file has the name."""
+        """Whether the next `publish` replaces any file that has the name."""
         return self._expected is None
 
     @property

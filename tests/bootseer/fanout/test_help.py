@@ -16,7 +16,7 @@ from bootseer.fanout.trees import STORE, Trees
 from tests.bootseer.fanout.nodes import KEY, Content, free_addresses, member, offer_of
 
 OWN, FAST, SLOW, HELPER = 0, 1, 2, 3
-"""Of four nodes, two are the sources of node 0, and a third one has room."""
+"""Four nodes: two are the sources of node 0, and a third one has room."""
 BEFORE = 10
 """Chunks that the slow source sends before the helper has begun."""
 
