@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -52,6 +52,7 @@ _CLOCK_AHEAD_S = 30
 _SLACK_S = 0.05
 """Distance of a stage from the stop-watch that is still called right."""
 _FAULTY, _HOSTS = "node-1", (0, 1)
+_BARRIERS = ("init_process_group", "DistributedDataParallel", "first backward")
 # An import as from a share: on the faulty node the package comes over the network.
 _SHARED_TOOLS = """
 import os, socket
@@ -357,13 +358,15 @@ def worst_distance_s(model: StartModel, watched: Mapping[tuple[int, int], Watche
 
 
 def lost_s(fault: Fault, watched: Mapping[tuple[int, int], Watched]) -> float:
-    """Return the seconds that the stop-watch says were lost by a fault; 0 if it cannot tell."""
+    """Return the seconds that the stop-watch says were lost by a fault; 0 if it cannot tell.
+
+    These are the seconds that the faulty stage took longer, as far as the other node waited for
+    them at the next barrier.
+    """
     if fault.name == "late node":
         return fault.begins_after_s
     if fault.name == "late rank":
-        # Without its sleep the barrier would have opened when the last of the others came.
-        arrived = {rank: _begin_of(one, "init_process_group") for (rank, _), one in watched.items()}
-        return min(_WAIT_S, arrived.pop(fault.rank) - max(arrived.values()))
+        return min(_WAIT_S, _held_s(watched, "init_process_group", {fault.rank}))
     if fault.name == "restarted rank":
         return watched[3, 1].begin_s - watched[3, 0].begin_s
     if not fault.stage or not fault.is_ready:
@@ -373,11 +376,23 @@ def lost_s(fault: Fault, watched: Mapping[tuple[int, int], Watched]) -> float:
         for name, begin_s, end_s in one.stages:
             if name == fault.stage:
                 seconds[rank >= 2].append(end_s - begin_s)
-    return max(seconds[True]) - statistics.median(seconds[False])
+    more_s = max(seconds[True]) - statistics.median(seconds[False])
+    names = [name for name, *_ in watched[0, 0].stages]
+    barrier = next(name for name in names[names.index(fault.stage) :] if name in _BARRIERS)
+    # A node may make up for a part later, as two ranks that share a processor do once they are
+    # apart: nobody waits for that part.
+    return min(more_s, _held_s(watched, barrier, {2, 3}))
 
 
-def _begin_of(watched: Watched, stage: str) -> float:
-    return next(begin_s for name, begin_s, _ in watched.stages if name == stage)
+def _held_s(
+    watched: Mapping[tuple[int, int], Watched], barrier: str, faulty: Collection[int]
+) -> float:
+    """Return for how long the other ranks waited at a barrier for the last of the faulty ones."""
+    arrived: dict[bool, list[float]] = {False: [], True: []}
+    for (rank, _), one in watched.items():
+        begin_s = next(begin_s for name, begin_s, _ in one.stages if name == barrier)
+        arrived[rank in faulty].append(begin_s)
+    return max(arrived[True]) - max(arrived[False])
 
 
 def is_right(fault: Fault, delay: Delay | None) -> bool:
@@ -423,8 +438,8 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
     workspace.shared["notes"] = [
         "torchrun with 2 ranks on each of two nodes (gloo), which have a network, control groups "
         "and a processor of their own on one machine; one fault on the second node; right: node, "
-        "stage and cause of the longest delay; seconds lost and stages are compared with a "
-        "stop-watch in the program, stages by begin and end",
+        "stage and cause of the longest delay; seconds lost (those that the other node waited for) "
+        "and stages are compared with a stop-watch in the program, stages by begin and end",
     ]
     with contextlib.ExitStack() as stack:
         site = stack.enter_context(nodes(2))

@@ -89,6 +89,9 @@ with watched("init_process_group"):
 with watched("torch.load"):
     torch.load(RemoteFile())
 model = torch.nn.Linear(8, 8)
+# The constructor would import it, and a rank would come to its barrier later than it began.
+import torch._dynamo  # noqa: E402
+
 with watched("DistributedDataParallel"):
     parallel = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(parallel.parameters())

@@ -40,6 +40,26 @@ def test_of_two_nodes_the_slower_one_is_named() -> None:
     assert "held by b in load: 6.0 s, 24.0 GPU-seconds (unknown)" in list(explain(analysis))
 
 
+def test_seconds_that_nobody_waited_for_are_not_lost() -> None:
+    """A named fault of the stop-watch of `truth`: a node made up for a part of a slow load."""
+
+    def rank(node: str, number: int, load_s: float, import_s: float) -> Track:
+        loaded_s, came_s = 2 + load_s, 2 + load_s + import_s
+        spans = [TrackSpan("load", 2, loaded_s), TrackSpan("import x", loaded_s, came_s)]
+        spans += [TrackSpan("meet", came_s, 12, barrier="all"), TrackSpan("ready", 12, 12)]
+        return Track(node, spans, "train.py", number, f"{node}{number}")
+
+    ranks = [rank("a", 0, 0.1, 2.5), rank("a", 1, 0.1, 2.5)]
+    ranks += [rank("b", 2, 5.0, 1.2), rank("b", 3, 7.1, 1.2)]
+    model = StartModel(StartGraph([Track(one, [TrackSpan("start", 0, 1)]) for one in "ab"] + ranks))
+    analysis = model.analyse()
+    assert analysis.delay is not None
+    assert (analysis.delay.node, analysis.delay.stage) == ("b", "load")
+    assert analysis.delay.seconds == pytest.approx(5.7)
+    alone = next(one for one in analysis.what_ifs if one.name == "b as its peers")
+    assert alone.saved_s == pytest.approx(5.7)
+
+
 def test_the_cause_is_that_of_the_stage() -> None:
     recipe = Recipe(2, 4, (InjectedFault(node_name(1), "slow disk", 3.0),))
     delay = _analysis(*tracks(recipe)).delay
