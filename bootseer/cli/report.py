@@ -17,6 +17,7 @@ from bootseer.cli.options import FiniteRange, Seconds
 from bootseer.cli.show import documents, emit_json, emit_table, json_option
 from bootseer.cli.text import human_bytes, printable, say
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
+from bootseer.report.decoding import ImportRow
 from bootseer.report.explain import (
     Analysis,
     Breakdown,
@@ -34,8 +35,8 @@ from bootseer.report.graph import node_of
 from bootseer.report.others.foreign_stage import ForeignStage
 from bootseer.report.others.kubernetes import WithPods
 from bootseer.report.others.placing import ADAPTERS, ForeignStages, ask_slurm, read_other
-from bootseer.report.page import ImportRow, imports_in, longest_imports, no_imports, to_page
-from bootseer.report.read import in_background, in_order, read_graph, read_with
+from bootseer.report.page import to_page
+from bootseer.report.read import in_background, in_order, read_graph, read_start_of
 from bootseer.report.sources import (
     MergedSources,
     Source,
@@ -137,7 +138,7 @@ def explained(
     `has_imports` says whether `ExplainedStart.imports` are wanted.
     """
     files = files.bounded()
-    graph, imports = read_with(imports_in if has_imports else no_imports, files, others=others)
+    graph, imports = read_start_of(files, others=others, has_imports=has_imports)
     # The model changes the graph's times, which the process in the background has a copy of.
     with in_background(functools.partial(break_down, graph)) as broken_down:
         model = StartModel(graph)
@@ -145,7 +146,7 @@ def explained(
         breakdown = broken_down()
     if breakdown is None:
         return None
-    return ExplainedStart(files, breakdown, model, longest_imports(imports))
+    return ExplainedStart(files, breakdown, model, imports)
 
 
 def _seconds(value: float | None) -> str:

@@ -6,14 +6,27 @@ training code may load nothing but the standard library.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from bootseer.timeline.otlp import PARENT_SPAN, START_EVENT, STATUS_ERROR, Stage, Value
+from bootseer.timeline.otlp import (
+    IMPORTS_EVENT,
+    MONOTONIC,
+    PARENT_SPAN,
+    START_EVENT,
+    STATUS_ERROR,
+    Stage,
+    Value,
+)
+
+ImportRow = tuple[str, int, int, int]
+"""Module, depth, begin and duration in microseconds."""
 
 _LINE_BYTES_MAX = 1024 * 1024
 """Longest line that is decoded; Bootseer writes shorter ones."""
@@ -48,6 +61,15 @@ class _Status(Struct, rename="camel", gc=False):
     message: str = ""
 
 
+# A start has millions of spans, nearly all with the same status and no attribute but the clock's
+# time: these are told by their bytes, and only others are decoded.
+_STATUS_OK = Raw(b'{"code":1}')
+_CLOCK_BEGIN = f'[{{"key":"{MONOTONIC}","value":{{"intValue":"'.encode()
+_CLOCK_END = b'"}}]'
+_CLOCK_BYTES_MAX = len(_CLOCK_BEGIN) + 18 + len(_CLOCK_END)
+_NOTHING: Mapping[str, Value] = MappingProxyType({})
+
+
 class _SpanRecord(Struct, rename="camel", gc=False):
     trace_id: str
     span_id: str
@@ -55,8 +77,8 @@ class _SpanRecord(Struct, rename="camel", gc=False):
     start_time_unix_nano: _Nanoseconds
     end_time_unix_nano: _Nanoseconds
     parent_span_id: str = ""
-    attributes: list[_Attribute] = []
-    status: _Status = msgspec.field(default_factory=_Status)
+    attributes: Raw = Raw(b"[]")
+    status: Raw = _STATUS_OK
 
 
 class _Record(Struct, rename="camel", gc=False):
@@ -86,11 +108,16 @@ class _ExportRequest(Struct, rename="camel", gc=False):
 
 _requests = msgspec.json.Decoder(_ExportRequest, strict=False)
 _resources = msgspec.json.Decoder(_Resource, strict=False)
+_attribute_lists = msgspec.json.Decoder(list[_Attribute], strict=False)
+_statuses = msgspec.json.Decoder(_Status, strict=False)
 
 
-def decode(data: bytes) -> list[Stage]:
-    """Return the stages of a timeline in order of their begin, each once."""
-    return _decode(_lines(data))
+def decode(data: bytes, *, has_clock: bool = True) -> list[Stage]:
+    """Return the stages of a timeline in order of their begin, each once.
+
+    Without `has_clock`, most stages lack the attribute `bootseer.monotonic_ns`; this is faster.
+    """
+    return _decode(_lines(data), has_clock=has_clock)
 
 
 def decode_any(data: bytes) -> list[Stage]:
@@ -125,7 +152,7 @@ def _events(requests: Iterable[bytes]) -> Iterator[Stage]:
             continue
 
 
-def _decode(requests: Iterable[bytes]) -> list[Stage]:
+def _decode(requests: Iterable[bytes], *, has_clock: bool = True) -> list[Stage]:
     finished: dict[str, Stage] = {}
     begun: list[tuple[_Record, Mapping[str, Value]]] = []
     begin_lines: dict[str, bytes] = {}
@@ -134,12 +161,15 @@ def _decode(requests: Iterable[bytes]) -> list[Stage]:
     def take(line: bytes) -> None:
         with contextlib.suppress(ValueError, RecursionError):
             request = _requests.decode(line)
-            for group in request.resource_spans:
-                resource = writers.of(group.resource)
-                for scope in group.scope_spans:
-                    for span in scope.spans:
-                        if span.span_id not in finished:
-                            finished[span.span_id] = _finished(span, resource)
+            stages = [
+                _finished(span, resource, has_clock)
+                for group in request.resource_spans
+                for resource in [writers.of(group.resource)]
+                for scope in group.scope_spans
+                for span in scope.spans
+            ]
+            for stage in stages:
+                finished.setdefault(stage.span_id, stage)
             for group in request.resource_logs:
                 resource = writers.of(group.resource)
                 found = (one for one in _records(group) if one.event_name == START_EVENT)
@@ -196,6 +226,32 @@ def decode_events(data: bytes, event: str) -> list[str]:
     return found
 
 
+def longest_imports(found: Iterable[Sequence[ImportRow]]) -> Sequence[ImportRow]:
+    """Return the imports that took most time, of several processes'; [] if none took any."""
+    return max(itertools.chain([()], found), key=_imports_us) or []
+
+
+def _imports_us(rows: Sequence[ImportRow]) -> int:
+    # The time of a module includes that of the modules which it imports.
+    return sum(row[3] for row in rows if row[1] == 0)
+
+
+def imports_of(bodies: Iterable[str]) -> Sequence[ImportRow]:
+    """Return the imports of the process that spent most time in them; skip unreadable bodies."""
+    return longest_imports(_readable(bodies))
+
+
+def _readable(bodies: Iterable[str]) -> Iterator[list[ImportRow]]:
+    for body in bodies:
+        with contextlib.suppress(ValueError, RecursionError):
+            yield msgspec.json.decode(body, type=list[ImportRow])
+
+
+def decode_imports(data: bytes) -> Sequence[ImportRow]:
+    """Return the imports of the process in a timeline that spent most time in them."""
+    return imports_of(decode_events(data, IMPORTS_EVENT))
+
+
 def _lines(data: bytes) -> Iterator[bytes]:
     # `splitlines` looks for five kinds of line ends, byte by byte.
     return (line for line in data.split(b"\n") if len(line) <= _LINE_BYTES_MAX)
@@ -205,8 +261,12 @@ def _records(group: _Group) -> Iterator[_Record]:
     return (record for scope in group.scope_logs for record in scope.log_records)
 
 
-def _finished(span: _SpanRecord, resource: Mapping[str, Value]) -> Stage:
-    status = span.status
+def _finished(span: _SpanRecord, resource: Mapping[str, Value], has_clock: bool) -> Stage:
+    """Raises: ValueError."""
+    has_failed, message = False, ""
+    if span.status != _STATUS_OK:
+        status = _statuses.decode(span.status)
+        has_failed, message = status.code == STATUS_ERROR, status.message
     # Without the wrapper that `Stage` itself calls: there are millions.
     values = (
         span.name,
@@ -215,12 +275,20 @@ def _finished(span: _SpanRecord, resource: Mapping[str, Value]) -> Stage:
         span.parent_span_id,
         span.start_time_unix_nano,
         span.end_time_unix_nano,
-        status.code == STATUS_ERROR,
-        status.message,
-        _attributes(span.attributes),
+        has_failed,
+        message,
+        _attributes_in(bytes(span.attributes), has_clock),
         resource,
     )
     return tuple.__new__(Stage, values)
+
+
+def _attributes_in(data: bytes, has_clock: bool) -> Mapping[str, Value]:
+    if len(data) <= _CLOCK_BYTES_MAX and data.startswith(_CLOCK_BEGIN):
+        digits = data[len(_CLOCK_BEGIN) : -len(_CLOCK_END)]
+        if digits.isdigit() and data.endswith(_CLOCK_END):
+            return {MONOTONIC: int(digits)} if has_clock else _NOTHING
+    return _attributes(_attribute_lists.decode(data))
 
 
 def _begun(record: _Record, resource: Mapping[str, Value]) -> Stage:

@@ -29,7 +29,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from operator import le, sub
+from operator import attrgetter, ge, le, sub
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ from msgspec.structs import replace
 
 from bootseer.timeline.otlp import (
     BARRIER,
+    MONOTONIC,
     PARENT,
     PROCESS,
     READY,
@@ -60,8 +61,6 @@ ADAPTER = "bootseer.adapter"
 """Resource attribute of stages from another program: the adapter that parsed them."""
 NO_RANK = -1
 _RESTART = "bootseer.restart"
-# Every stage has it, and it is no figure.
-_MONOTONIC = "bootseer.monotonic_ns"
 
 _NOTHING: Mapping[str, Value] = MappingProxyType({})
 
@@ -165,7 +164,7 @@ def without_restarts(stages: Sequence[Stage]) -> tuple[Sequence[Stage], Heading]
     # Stages of schedulers and kubelets precede the start and have no heading.
     foreign = {key for key, resource in resources.items() if ADAPTER in resource}
     ours = [stage for stage in stages if id(stage.resource) not in foreign] if foreign else stages
-    first = min(ours or stages, key=lambda stage: stage.start_ns)
+    first = min(ours or stages, key=attrgetter("start_ns"))
     first_round = rounds[id(first.resource)]
     since = max(rounds.values()) - first_round
     order, failure = (0, 0, 0), None
@@ -306,9 +305,11 @@ def _track(node: str, process: str, stages: list[Stage], origin_ns: int) -> Trac
 
 
 def _spans(stages: list[Stage], origin_ns: int) -> list[TrackSpan]:
-    last_ns = max(stage.end_ns or stage.start_ns for stage in stages)
-    # Of two that begin together, the longer one encloses the other.
-    stages.sort(key=lambda one: (one.start_ns, -(one.end_ns or last_ns)))
+    last_ns = max([stage.end_ns or stage.start_ns for stage in stages])
+    begins = [stage.start_ns for stage in stages]
+    if any(map(ge, begins, begins[1:])):
+        # Of two that begin together, the longer one encloses the other.
+        stages.sort(key=lambda one: (one.start_ns, -(one.end_ns or last_ns)))
     places = {stage.span_id: number for number, stage in enumerate(stages)}
     spans = []
     for number, stage in enumerate(stages):
@@ -316,7 +317,7 @@ def _spans(stages: list[Stage], origin_ns: int) -> list[TrackSpan]:
         parent = places.get(parent_id, -1) if parent_id else -1
         begin_s = (start_ns - origin_ns) / 1e9
         # Most stages are noted at their end only, with no attribute but the clock's time.
-        is_plain = len(attributes) < 2 and (not attributes or _MONOTONIC in attributes)
+        is_plain = len(attributes) < 2 and (not attributes or MONOTONIC in attributes)
         if is_plain and end_ns is not None and not has_failed and not message:
             end_s = (end_ns - origin_ns) / 1e9
             spans.append(TrackSpan(name, begin_s, end_s, parent if parent < number else -1))
@@ -573,7 +574,7 @@ class Group:
                 self._note(number, span.notes)
             evidence = self.evidence[number]
             for name, value in span.evidence.items():
-                if value.__class__ is float or (value.__class__ is int and name != _MONOTONIC):
+                if value.__class__ is float or (value.__class__ is int and name != MONOTONIC):
                     column = evidence.get(name)
                     if column is None:
                         column = evidence[name] = array("d")

@@ -5,27 +5,19 @@ the JSON is escaped for HTML, and the script inserts text only as text.
 """
 
 import base64
-import contextlib
-import itertools
 import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from importlib.resources import files
 from typing import Any
 
-import msgspec
-
+from bootseer.report.decoding import ImportRow
 from bootseer.report.explain import Analysis, StartModel
 from bootseer.report.export import analysis_document
 from bootseer.report.graph import BEFORE_LAUNCHER, NO_RANK, Group, begin_of, end_of
 from bootseer.report.peers import PeerGroup, base_of
-from bootseer.report.sources import StartFiles
-from bootseer.timeline.otlp import IMPORTS_EVENT
-
-ImportRow = tuple[str, int, int, int]
-"""Module, depth, begin and duration in microseconds."""
 
 _GANTT_PROCESSES_MAX = 40
 _GANTT_SPANS_MAX = 80
@@ -210,34 +202,3 @@ def _cell(seconds: float, median: float) -> int:
         return _MEDIAN_CELL
     octaves = math.log2(seconds / median)
     return max(0, min(_NO_CELL - 1, round(_MEDIAN_CELL + _CELLS_AN_OCTAVE * octaves)))
-
-
-def imports_in(part: StartFiles) -> Sequence[ImportRow]:
-    """Return the imports of the process of these timelines that spent most time in them."""
-    return imports_of(part.events(IMPORTS_EVENT))
-
-
-def no_imports(part: StartFiles) -> Sequence[ImportRow]:
-    """Return no imports, for a report without a page."""
-    return []
-
-
-def longest_imports(found: Iterable[Sequence[ImportRow]]) -> Sequence[ImportRow]:
-    """Return the imports that took most time, of several processes'; [] if none took any."""
-    return max(itertools.chain([()], found), key=_imports_us) or []
-
-
-def _imports_us(rows: Sequence[ImportRow]) -> int:
-    # The time of a module includes that of the modules which it imports.
-    return sum(row[3] for row in rows if row[1] == 0)
-
-
-def imports_of(bodies: Iterable[str]) -> Sequence[ImportRow]:
-    """Return the imports of the process that spent most time in them; skip unreadable bodies."""
-    return longest_imports(_readable(bodies))
-
-
-def _readable(bodies: Iterable[str]) -> Iterator[list[ImportRow]]:
-    for body in bodies:
-        with contextlib.suppress(ValueError, RecursionError):
-            yield msgspec.json.decode(body, type=list[ImportRow])

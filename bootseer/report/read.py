@@ -19,6 +19,7 @@ from typing import BinaryIO, Generic, NamedTuple, TypeVar, cast
 from bootseer.errors import BootseerError
 from bootseer.linux.processes import kill_child, may_fork
 from bootseer.linux.scripts import python_environment
+from bootseer.report.decoding import ImportRow, decode, decode_imports, longest_imports
 from bootseer.report.graph import StartGraph, tracks_of
 from bootseer.report.others.placing import ForeignStages
 from bootseer.report.sources import StartFiles
@@ -30,6 +31,14 @@ _log = logging.getLogger(__name__)
 _NODES_A_PART = 128
 # A graph of 4 million stages takes a gigabyte. No start has many more.
 _STAGES_MAX = 12_000_000
+
+
+class ReadStart(NamedTuple):
+    """Graph of a start, and the slow imports of one process."""
+
+    graph: StartGraph
+    imports: Sequence[ImportRow]
+    """Imports of the process that spent most time in them; empty if they were not asked for."""
 
 
 def read_graph(
@@ -45,34 +54,28 @@ def read_graph(
 
     Raises: BootseerError.
     """
-    return read_with(_nothing, files, process_count, others)[0]
+    return read_start_of(files, process_count, others).graph
 
 
-def _nothing(part: StartFiles) -> None:
-    pass
-
-
-def read_with(
-    function: Callable[[StartFiles], "R"],
+def read_start_of(
     files: StartFiles,
     process_count: int | None = None,
     others: ForeignStages | None = None,
-) -> "tuple[StartGraph, list[R]]":
-    """Read a start into a graph (`read_graph`), and call `function` for each part of its nodes.
-
-    The process that reads a part makes the call, so that no part is fetched twice.
-    """
+    *,
+    has_imports: bool = False,
+) -> ReadStart:
+    """Read a start as `read_graph` does; with `has_imports`, also its slow imports."""
     graph = StartGraph()
-    results: list[R] = []
+    imports: Sequence[ImportRow] = []
     parts = files.parts(_NODES_A_PART)
     # Seconds since 1970 as doubles would be off by microseconds.
     first = next((stages for part in parts for stages in part.nodes() if stages), None)
     if first is None:
-        return graph, results
-    read = functools.partial(_read_part, function, first[0].start_ns, others)
-    for number, (part, result) in enumerate(_of_parts(read, files, parts, process_count)):
-        graph.merge(part)
-        results.append(result)
+        return ReadStart(graph, imports)
+    read = functools.partial(_read_part, first[0].start_ns, others, has_imports)
+    for number, part in enumerate(_of_parts(read, files, parts, process_count)):
+        graph.merge(part.graph)
+        imports = longest_imports([imports, part.imports])
         if graph.stage_count > _STAGES_MAX and number + 1 < len(parts):
             _log.warning(
                 "warning: only %d of the nodes are reported: the start has more than %d million "
@@ -84,19 +87,20 @@ def read_with(
     for stages in others.pending_pods(graph.nodes, first[0]) if others else ():
         for track in tracks_of(stages, first[0].start_ns):
             graph.add(track)
-    return graph, results
+    return ReadStart(graph, imports)
 
 
 def _read_part(
-    function: Callable[[StartFiles], "R"],
-    origin_ns: int,
-    others: ForeignStages | None,
-    part: StartFiles,
-) -> "tuple[StartGraph, R]":
+    origin_ns: int, others: ForeignStages | None, has_imports: bool, part: StartFiles
+) -> ReadStart:
     graph = StartGraph()
-    for stages in part.nodes():
+    imports: Sequence[ImportRow] = []
+    for timelines in part.timelines():
+        stages = [stage for data in timelines for stage in decode(data, has_clock=False)]
         graph.add_node([*stages, *others.for_node(stages)] if others else stages, origin_ns)
-    return graph, function(part)
+        if has_imports:
+            imports = longest_imports([imports, *map(decode_imports, timelines)])
+    return ReadStart(graph, imports)
 
 
 _PIPE_BYTES = 1024 * 1024

@@ -222,12 +222,17 @@ class StartFiles(Struct, frozen=True):
             for first in range(0, len(nodes), node_count)
         ]
 
-    def nodes(self) -> Iterator[list[Stage]]:
-        """Yield the stages of one node after the other."""
+    def timelines(self) -> Iterator[list[bytes]]:
+        """Yield the timelines of one node after the other: the lines of each of its ranks."""
         nodes = self._by_node()
         contents = _contents([file for files in nodes for file in files])
         for files in nodes:
-            yield [stage for _ in files for stage in decode(next(contents))]
+            yield [next(contents) for _ in files]
+
+    def nodes(self) -> Iterator[list[Stage]]:
+        """Yield the stages of one node after the other."""
+        for timelines in self.timelines():
+            yield [stage for data in timelines for stage in decode(data)]
 
     def _by_node(self) -> Collection[list[TimelineFile]]:
         """Return the files of each node, the newest of each rank only.

@@ -30,6 +30,7 @@ BARRIER, WAITED_FOR = "bootseer.barrier", "bootseer.waited_for"
 BARRIER_COUNT = "bootseer.barrier_count"
 PROCESS, PARENT, ROLE = "bootseer.process", "bootseer.parent_process", "bootseer.role"
 PARENT_SPAN = "bootseer.parent_span_id"
+MONOTONIC = "bootseer.monotonic_ns"
 _SEVERITY_INFO = 9
 _STATUS_OK = 1
 STATUS_ERROR = 2

@@ -23,6 +23,7 @@ from bootseer.linux.processes import boot_id
 from bootseer.served.ready_socket import send_ready
 from bootseer.timeline.kernel_figures import difference, sample
 from bootseer.timeline.otlp import (
+    MONOTONIC,
     PROCESS,
     READY,
     ROLE,
@@ -155,7 +156,7 @@ class Timeline:
         """Begin a stage now, or at `since_ns` (ns since 1970)."""
         now_ns = time.time_ns()
         earlier_ns = max(0, now_ns - (since_ns or now_ns))
-        begun = {**(attributes or {}), "bootseer.monotonic_ns": time.monotonic_ns() - earlier_ns}
+        begun = {**(attributes or {}), MONOTONIC: time.monotonic_ns() - earlier_ns}
         stage = self._stage(name, now_ns - earlier_ns, begun)
         self.append(encode_start(stage))
         return Span(self, stage, earlier_ns)

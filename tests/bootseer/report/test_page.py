@@ -8,9 +8,10 @@ from pathlib import Path
 
 from msgspec import to_builtins
 
+from bootseer.report.decoding import imports_of
 from bootseer.report.explain import StartModel, compare_starts
 from bootseer.report.graph import StartGraph, Track, TrackSpan
-from bootseer.report.page import imports_of, to_page
+from bootseer.report.page import to_page
 from testbed.needs import MissingError
 from testbed.starts.generate import InjectedFault, Recipe, node_name, some_faults, tracks
 
