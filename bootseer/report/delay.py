@@ -38,9 +38,13 @@ class Delay(Struct, frozen=True):
     """Rank that was slow; `NO_RANK` if all of the node's ranks were."""
     stage: str
     seconds: float
-    gpu_hours: float
-    """`seconds` times the number of ranks, all of which waited."""
+    """Seconds that the median process of the other nodes waited."""
+    alone_s: float
+    """Seconds that the last process of the other nodes waited: the start would save so much if
+    only this node were as its peers."""
     cause: Cause
+    gpu_hours: float = 0.0
+    """`seconds` times the number of ranks, all of which waited."""
 
 
 def largest_delay(
@@ -48,13 +52,15 @@ def largest_delay(
 ) -> Delay | None:
     """Return the largest delay of a start, or None if no node held the others."""
     graph, delays = model.graph, [_absent(one) for one in missed if one.absent]
-    late = max(_late(blame, model.peers), key=lambda one: one.excess_s, default=None)
+    late = max(_late(blame, model.peers), key=lambda one: one[0].excess_s, default=None)
     if late is not None:
-        cause = cause_of(late, Evidence(graph), model.waiting)
-        delays.append(Delay(late.node, late.rank, str(late.label), late.excess_s, 0.0, cause))
+        one, alone_s = late
+        cause = cause_of(one, Evidence(graph), model.waiting)
+        delays.append(Delay(one.node, one.rank, str(one.label), one.excess_s, alone_s, cause))
     if graph.heading is not None and (failure := graph.heading.failure) is not None:
         cause = Cause("restarted workers", failure.message)
-        delays.append(Delay(failure.node, failure.rank, failure.stage, failure.lost_s, 0.0, cause))
+        lost_s = failure.lost_s
+        delays.append(Delay(failure.node, failure.rank, failure.stage, lost_s, lost_s, cause))
     least_s = max(_DELAY_MIN_S, _SHARE_MIN * model.ready_s)
     delays = [one for one in delays if one.seconds >= least_s]
     if not model.is_ready and not missed and (hanging := _hanging(graph)) is not None:
@@ -65,25 +71,32 @@ def largest_delay(
     return replace(worst, gpu_hours=worst.seconds * model.rank_count / 3600)
 
 
-def _late(blame: Iterable[Blame], peers: Mapping[PeerGroup, Peers]) -> Iterable[Outlier]:
-    """Yield the stages in which nodes were late; their excess is the lateness at all barriers."""
-    found: dict[tuple[str, PeerGroup], list[tuple[float, Blame]]] = {}
+def _late(
+    blame: Iterable[Blame], peers: Mapping[PeerGroup, Peers]
+) -> Iterable[tuple[Outlier, float]]:
+    """Yield the stages in which nodes were late, and what each cost alone, in seconds.
+
+    The excess of a stage is its lateness at all barriers.
+    """
+    found: dict[tuple[str, PeerGroup], list[tuple[float, float, Blame]]] = {}
     for one in blame:
         for lost in one.lost:
-            late_s = min(one.late_s, lost.seconds)
-            found.setdefault((one.node, (lost.label, lost.role)), []).append((late_s, one))
+            late = min(one.late_s, lost.seconds), min(one.alone_s, lost.seconds), one
+            found.setdefault((one.node, (lost.label, lost.role)), []).append(late)
     for (node, (label, role)), same in found.items():
-        seconds = sum(late_s for late_s, _ in same)
-        worst = max(same, key=lambda pair: pair[0])[1]
+        worst = max(same, key=lambda late: late[0])[2]
         rank = NO_RANK if worst.is_whole_node else worst.rank
         median_s = peers[label, role].median_s
-        yield Outlier(node, label, role, median_s + seconds, median_s, 0.0, rank)
+        seconds = median_s + sum(late_s for late_s, _, _ in same)
+        alone_s = sum(alone_s for _, alone_s, _ in same)
+        yield Outlier(node, label, role, seconds, median_s, 0.0, rank), alone_s
 
 
 def _absent(missed: MissedBarrier) -> Delay:
     count = f"{missed.came_count} of {missed.expected_count} came"
     cause = Cause("never came", count)
-    return Delay(missed.absent[0], NO_RANK, f"before {missed.barrier}", missed.waited_s, 0.0, cause)
+    stage, waited_s = f"before {missed.barrier}", missed.waited_s
+    return Delay(missed.absent[0], NO_RANK, stage, waited_s, waited_s, cause)
 
 
 def _hanging(graph: StartGraph) -> Delay | None:
@@ -107,7 +120,8 @@ def _hanging(graph: StartGraph) -> Delay | None:
     begin_s, group, span, row = min(found, key=lambda one: one[0])
     cause = Cause("not ended", f"{waiting_count} processes wait at barriers")
     label = str(group.shape.label(span))
-    return Delay(group.nodes[row], group.ranks[row], label, last_s - begin_s, 0.0, cause)
+    open_s = last_s - begin_s
+    return Delay(group.nodes[row], group.ranks[row], label, open_s, open_s, cause)
 
 
 def _waits(group: Group, span: int) -> bool:

@@ -51,6 +51,9 @@ class Blame(Struct, frozen=True):
     arrived_s: float
     late_s: float
     """Seconds after the median arrival of the other nodes' processes."""
+    alone_s: float
+    """Seconds after the last process of the other nodes: the barrier would have opened so much
+    earlier if this node had not been late."""
     is_whole_node: bool
     """Whether all of the node's ranks arrived late."""
     lost: tuple["LostTime", ...]
@@ -184,7 +187,7 @@ class Walker:
                 if known is not None and not segment.is_wait:
                     lost[interval] = lost.get(interval, 0.0) + segment.seconds - known.median_s
             others = sorted(time for time, node in arrivals if node != group.nodes[row])
-            own = [time for time, node in arrivals if node == group.nodes[row]]
+            own = sorted(time for time, node in arrivals if node == group.nodes[row])
             middle = statistics.median(others or own)
             late = arrived - middle
             most = sorted(lost.items(), key=lambda one: -one[1])
@@ -195,7 +198,8 @@ class Walker:
                     rank=group.ranks[row],
                     arrived_s=arrived,
                     late_s=late,
-                    is_whole_node=bool(others) and min(own) - middle > late / 2,
+                    alone_s=arrived - (others or own)[-1],
+                    is_whole_node=bool(others) and own[0] - middle > late / 2,
                     lost=tuple(LostTime(*interval, more) for interval, more in most if more > 0),
                 )
             )

@@ -51,10 +51,8 @@ def _delay(analysis: Analysis) -> Iterator[str]:
         why = f"{one.cause.name}: {one.cause.evidence}" if one.cause.evidence else one.cause.name
         line = f"held by {_process(one.node, one.rank)} in {one.stage}: {one.seconds:.1f} s, "
         line += f"{_gpu_time(one.gpu_hours)} ({why})"
-        for what_if in analysis.what_ifs:
-            alone_s = max(0.0, what_if.saved_s)
-            if what_if.name == f"{one.node} as its peers" and alone_s < 0.8 * one.seconds:
-                line += f"; other nodes are slow, too: alone it costs {alone_s:.1f} s"
+        if one.alone_s < 0.8 * one.seconds:
+            line += f"; other nodes are slow, too: alone it costs {one.alone_s:.1f} s"
         yield ""
         yield line
 

@@ -40,6 +40,26 @@ def test_of_two_nodes_the_slower_one_is_named() -> None:
     assert "held by b in load: 6.0 s, 24.0 GPU-seconds (unknown)" in list(explain(analysis))
 
 
+def test_a_rank_tells_what_it_costs_alone() -> None:
+    """The node of a single slow rank is no slow node, and has no what-if of its own."""
+
+    def rank(node: str, number: int, load_s: float) -> Track:
+        spans = [TrackSpan("load", 2, 2 + load_s), TrackSpan("meet", 2 + load_s, 12, barrier="all")]
+        spans.append(TrackSpan("ready", 12, 12))
+        return Track(node, spans, "train.py", number, f"{node}{number}")
+
+    slow = {2: 9.0, 5: 8.0}
+    ranks = [rank("abc"[number // 4], number, slow.get(number, 3.0)) for number in range(12)]
+    launchers = [Track(node, [TrackSpan("start", 0, 1)]) for node in "abc"]
+    analysis = _analysis(*launchers, *ranks)
+    assert not analysis.stragglers
+    assert analysis.delay is not None
+    found = analysis.delay
+    assert (found.node, found.rank, found.seconds, found.alone_s) == ("a", 2, 6, 1)
+    line = "held by a/2 in load: 6.0 s, 72.0 GPU-seconds (unknown); "
+    assert line + "other nodes are slow, too: alone it costs 1.0 s" in list(explain(analysis))
+
+
 def test_seconds_that_nobody_waited_for_are_not_lost() -> None:
     """A named fault of the stop-watch of `truth`: a node made up for a part of a slow load."""
 
@@ -56,6 +76,7 @@ def test_seconds_that_nobody_waited_for_are_not_lost() -> None:
     assert analysis.delay is not None
     assert (analysis.delay.node, analysis.delay.stage) == ("b", "load")
     assert analysis.delay.seconds == pytest.approx(5.7)
+    assert analysis.delay.alone_s == pytest.approx(5.7)
     alone = next(one for one in analysis.what_ifs if one.name == "b as its peers")
     assert alone.saved_s == pytest.approx(5.7)
 
