@@ -23,7 +23,7 @@ from bootseer.errors import BootseerError, CorruptError, DeadlineError, Unavaila
 from bootseer.http.transport import Response
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.chunks import Batch, ChunkFetcher
-from bootseer.transfer.pace import FLOOR_BYTES_PER_S, STALL_S, ByteProgress, Pace
+from bootseer.transfer.pace import STALL_S, ByteProgress, Pace, floor_bytes_per_s
 from bootseer.transfer.policy import REQUEST, Attempts, Policy
 from bootseer.transfer.ranges import Chunk, Priority, covering
 
@@ -54,6 +54,7 @@ class RangeResponse(Closing):
         start: int,
         end: int | None,
         *,
+        deadline_s: float,
         size_bytes: int | None = None,
         blame: Callable[[], None] = lambda: None,
     ) -> None:
@@ -66,6 +67,7 @@ class RangeResponse(Closing):
             name: Name of the file in messages.
             start: The first byte.
             end: End of the range, or None for the end of the file.
+            deadline_s: Deadline of the reader, by which bytes count as silence (`pace`).
             size_bytes: Size of the file, if it is known.
             blame: Called if the server turns out to be late, or breaks off.
 
@@ -105,6 +107,10 @@ class RangeResponse(Closing):
         self._skip_bytes = 0 if self.is_partial else start
         self.left_bytes: float = inf if end is None else max(0, end - start)
         """Bytes still to come; infinite if the server does not tell."""
+        self.stall_s = min(STALL_S, deadline_s)
+        """Silence after which the server is given up."""
+        self.floor_bytes_per_s = floor_bytes_per_s(self.left_bytes + self._skip_bytes, deadline_s)
+        """Rate below which bytes count as silence."""
         self._silence_s = 0.0
         self.begin_window()
 
@@ -114,16 +120,17 @@ class RangeResponse(Closing):
         self.came_bytes = 0
         self.waited_s = 0.0
         """Time spent waiting for bytes, without the time that the reader takes between reads."""
-        self._progress = ByteProgress(0.0)
+        self._progress = ByteProgress(0.0, self.floor_bytes_per_s)
         self.silent_s = 0.0
         """The last part of that time, in which almost nothing has come."""
 
-    def read(self, size: int, *, silence_s: float, stall_s: float) -> bytes:
+    def read(self, size: int, silence_s: float = inf) -> bytes:
         """Return the next bytes, at most `size`; b"" at the end.
 
         Raises: UnavailableError if the body is cut off; DeadlineError after `silence_s` without a
-        byte, or after `stall_s` with almost none.
+        byte, or after `self.stall_s` with almost none.
         """
+        silence_s = min(silence_s, self.stall_s)
         if silence_s != self._silence_s:
             self._silence_s = silence_s
             self._response.wait_at_most(silence_s)
@@ -141,7 +148,7 @@ class RangeResponse(Closing):
                 break
             self.came_bytes += len(data)
             self.silent_s = self._progress.silent_s(self.came_bytes, self.waited_s)
-            if self.silent_s >= stall_s:
+            if self.silent_s >= self.stall_s:
                 raise DeadlineError(f"{self._response.server} sends {self._name} too slowly")
             if self._skip_bytes:
                 self._skip_bytes -= len(data)
@@ -152,13 +159,13 @@ class RangeResponse(Closing):
             return data
         return b""
 
-    def read_into(self, buffer: memoryview, attempt: Attempt, stall_s: float) -> int:
+    def read_into(self, buffer: memoryview, attempt: Attempt) -> int:
         """Fill `buffer`; return the count, short at the end of the range or of a given-up attempt.
 
         Raises: as `read`.
         """
         done = 0
-        while data := self.read(len(buffer) - done, silence_s=stall_s, stall_s=stall_s):
+        while data := self.read(len(buffer) - done):
             if not attempt.put(done, buffer, data):
                 break
             done += len(data)
@@ -214,7 +221,6 @@ class RangedFile:
         self.pace = pace or Pace()
         self.policy = policy
         self.deadline_s = deadline_s
-        self.stall_s = min(STALL_S, deadline_s)
 
     def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
         """Make one attempt to fill `buffer` from `offset`.
@@ -228,7 +234,7 @@ class RangedFile:
         if offset >= end:
             return 0
         with self.ask(offset, end, attempt.is_second) as part:
-            return part.read_into(buffer[: end - offset], attempt, self.stall_s)
+            return part.read_into(buffer[: end - offset], attempt)
 
     def read(self, offset: int, length: int) -> bytes:
         """Return bytes [offset, offset + length), fewer only at the end. Raises: as `read_into`."""
@@ -316,7 +322,7 @@ class RangedStream(io.RawIOBase):
                 threads=STREAMS_COUNT,
                 # A part may take any time as long as bytes come.
                 deadline_s=inf,
-                stall_s=self._file.stall_s,
+                stall_s=min(STALL_S, self._file.deadline_s),
                 policy=self._file.policy,
             )
 
@@ -324,14 +330,13 @@ class RangedStream(io.RawIOBase):
 
     def _read_connection(self, size: int) -> bytes:
         """Return the next bytes. Raises: BootseerError; DeadlineError also if they are late."""
-        pace, stall_s = self._file.pace, self._file.stall_s
+        pace = self._file.pace
         part = self._range
         if part is None:
             part = self._range = self._file.ask(self._position, self._end, self._is_second)
             self._is_ranged, self._is_second = part.is_partial, False
         length = min(PART_BYTES, self._end - self._position)
-        silence_s = pace.silent_limit_s(length) if pace.has_credit else stall_s
-        data = part.read(size, silence_s=min(silence_s, stall_s), stall_s=stall_s)
+        data = part.read(size, pace.silent_limit_s(length) if pace.has_credit else inf)
         if not data:
             raise UnavailableError(f"{self._file.name} ended early")
         late = pace.is_late_alike(
@@ -344,7 +349,7 @@ class RangedStream(io.RawIOBase):
             part.begin_window()
         self._new_bytes += len(data)
         # A trickle does not count as progress; it would go on for ever.
-        if self._new_bytes >= FLOOR_BYTES_PER_S * stall_s:
+        if self._new_bytes >= part.floor_bytes_per_s * part.stall_s:
             self._attempts.progressed()
         return data
 
@@ -352,7 +357,7 @@ class RangedStream(io.RawIOBase):
         """Wait until the next attempt may begin. Raises: `error` if there is none."""
         self._new_bytes = 0
         part = self._drop_range()
-        if isinstance(error, DeadlineError) and part and part.waited_s < self._file.stall_s:
+        if isinstance(error, DeadlineError) and part and part.waited_s < part.stall_s:
             # Being late is no failure: another connection to the server may be faster.
             self._is_second = self._file.pace.spend()
         if not self._is_second:

@@ -256,7 +256,13 @@ class RegistryClient(Closing):
             response = session.open("GET", f"blobs/{digest}", headers=headers)
             name = f"{session.name}@{digest[:19]}"
             found = RangeResponse(
-                response, name, start, end, size_bytes=size_bytes, blame=session.note_failure
+                response,
+                name,
+                start,
+                end,
+                deadline_s=self._deadline_s,
+                size_bytes=size_bytes,
+                blame=session.note_failure,
             )
             if start == 0:
                 self._note_blob_failure[digest] = session.note_failure

@@ -36,7 +36,6 @@ from bootseer.store.backend import Backend, FileInfo, Space, Traits, Writer
 from bootseer.store.deadline import DEFAULT_DEADLINE_S
 from bootseer.store.paths import PathMixin, check_range, split_path
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.pace import STALL_S
 from bootseer.transfer.policy import REQUEST, Attempts, is_transient
 
 Result = TypeVar("Result")
@@ -62,7 +61,6 @@ class WebBackend(PathMixin, Backend):
     def __init__(self, url: str, deadline_s: float | None = None) -> None:
         self.url = public_url(url).rstrip("/")
         self._deadline_s = deadline_s or DEFAULT_DEADLINE_S
-        self._stall_s = min(STALL_S, self._deadline_s)
         try:
             parts = urlsplit(url)
             login, _, netloc = parts.netloc.rpartition("@")
@@ -160,7 +158,7 @@ class WebBackend(PathMixin, Backend):
         def read() -> bytes:
             # One request for all of it, so that all bytes belong to the same version of the file.
             with self._get("read", path, offset, end) as found:
-                return b"".join(self._pieces(found))
+                return b"".join(iter(lambda: found.read(_PIECE_BYTES), b""))
 
         return self._again(read)
 
@@ -172,7 +170,7 @@ class WebBackend(PathMixin, Backend):
             (attempt or Attempt()).put(0, buffer, data)
             return len(data)
         with self._get("read", path, offset, offset + len(buffer)) as found:
-            return found.read_into(buffer, attempt or Attempt(), self._stall_s)
+            return found.read_into(buffer, attempt or Attempt())
 
     def _get(self, verb: str, path: str, start: int, end: int | None) -> RangeResponse:
         """Send one request for the bytes [start, end) of a file; None means its end."""
@@ -183,11 +181,7 @@ class WebBackend(PathMixin, Backend):
         if _is_folder(response):
             response.close()
             raise InvalidInputError(f"cannot {verb} {self._name(path)}: it is a folder")
-        return RangeResponse(response, self._name(path), start, end)
-
-    def _pieces(self, found: RangeResponse) -> Iterator[bytes]:
-        while data := found.read(_PIECE_BYTES, silence_s=self._stall_s, stall_s=self._stall_s):
-            yield data
+        return RangeResponse(response, self._name(path), start, end, deadline_s=self._deadline_s)
 
     def list(self, path: str) -> Iterator[FileInfo]:
         def ask() -> tuple[str, bytes]:

@@ -35,7 +35,7 @@ STALL_S = 15.0
 credit: TCP's fourth repetition of a lost packet has come by then."""
 
 
-def floor_bytes_per_s(length: int, deadline_s: float) -> float:
+def floor_bytes_per_s(length: float, deadline_s: float) -> float:
     """Return the rate below which a read of `length` bytes counts as silent.
 
     A read that is never silent ends within four deadlines, or at `FLOOR_BYTES_PER_S` at least.

@@ -22,7 +22,9 @@ class AnswerFault:
 
     after_bytes: int
     trickle_s: float = -1.0
-    """Seconds between the single bytes that follow; below 0, the connection is closed."""
+    """Seconds between the pieces that follow; below 0, the connection is closed."""
+    trickle_bytes: int = 1
+    """Size of these pieces."""
 
 
 Choose: TypeAlias = Callable[[int, int], AnswerFault | None]
@@ -82,7 +84,7 @@ class StarvingServer(Closing):
         # then.
         self._stopped.wait(0.0 if fault.trickle_s >= 0 else 0.5)
         while fault.trickle_s >= 0 and at < end and not self._stopped.wait(fault.trickle_s):
-            at += self._send(handler, at, at + 1)
+            at += self._send(handler, at, min(end, at + fault.trickle_bytes))
 
     def _send(self, handler: QuietHandler, start: int, end: int) -> int:
         handler.wfile.write(self.data[start:end])
