@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from msgspec.structs import replace
 
 from bootseer.base.redact import public_url, redact
-from bootseer.cli.command_tree import command, current_config, current_settings
+from bootseer.cli.command_tree import (
+    command,
+    current_config,
+    current_settings,
+    settings_without_fanout,
+)
 from bootseer.cli.options import Seconds, options
 from bootseer.cli.text import say, tell
 from bootseer.errors import NotFoundError, UnavailableError, UnsupportedError
@@ -102,7 +106,7 @@ def snapshotter(
     if os.geteuid() != 0:
         raise UnsupportedError("a snapshotter mounts for containerd and needs root")
     # Nobody tells a snapshotter which nodes start the same job.
-    settings = replace(current_settings(), fanout=False)
+    settings = settings_without_fanout()
     for name, text in current_config().overridden.items():
         # A variable of a shell may have moved the folders of the service, which others do not find.
         say(f"warning: {variable_of(name)} is stronger than {name} = {redact(text)!r} of the file")

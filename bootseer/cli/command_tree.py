@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer import __version__
 from bootseer.base.display import closest_word
@@ -39,6 +40,11 @@ def current_config() -> Config:
 def current_settings() -> Settings:
     """Return the settings of the command that is running."""
     return current_config().settings
+
+
+def settings_without_fanout() -> Settings:
+    """Return the settings of a command that belongs to no start, so that no node feeds it."""
+    return replace(current_settings(), fanout=False)
 
 
 def _setting_options(hidden: bool) -> Iterator[click.Option]:

@@ -13,7 +13,7 @@ import click
 from msgspec import Struct
 
 from bootseer.blob.tree import Tree
-from bootseer.cli.command_tree import command, current_settings
+from bootseer.cli.command_tree import command, current_settings, settings_without_fanout
 from bootseer.cli.options import Size, open_current_store
 from bootseer.cli.show import document_of, emit_records, emit_table, shows
 from bootseer.cli.text import human_bytes, human_time, printable, tell
@@ -409,7 +409,7 @@ def image_mount(reference: str, directory: Path, foreground: bool) -> NewImageMo
     """
     from bootseer.prefetch.images.mount import mount_image
 
-    image = mount_image(current_settings(), reference, directory)
+    image = mount_image(settings_without_fanout(), reference, directory)
     return document_of(NewImageMount, image.state, directory=str(image.directory))
 
 
@@ -424,7 +424,7 @@ def image_fetch(reference: str) -> FetchedImage:
     from bootseer.prefetch.images.find import image_on_node, publish_later, resolve_image
     from bootseer.prefetch.reading.fill import fetch_tree
 
-    settings = current_settings()
+    settings = settings_without_fanout()
     resolved = resolve_image(settings, reference)
     try:
         record, is_local = resolved.record, not resolved.is_published

@@ -11,7 +11,7 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from bootseer.base.display import display_path, format_age
-from bootseer.cli.command_tree import command, current_settings
+from bootseer.cli.command_tree import command, current_settings, settings_without_fanout
 from bootseer.cli.options import Seconds, mode_option, open_current_store, options
 from bootseer.cli.show import document_of, emit_table, shows
 from bootseer.cli.text import human_bytes, human_time, printable, say
@@ -246,7 +246,7 @@ def snapshot_restore(
         raise click.UsageError("--relocate needs --to DIR.")
     if directory is not None and mode not in (None, "auto", "extract"):
         raise click.UsageError("--to extracts: it has no other --mode.")
-    settings = current_settings()
+    settings = settings_without_fanout()
     if mode is not None:
         settings = replace(settings, restore_mode=mode)
     with contextlib.ExitStack() as stack:
@@ -560,7 +560,7 @@ def snapshot_fetch(key: str) -> ShownSnapshot:
     from bootseer.snapshots import catalogue
     from bootseer.snapshots.mounted import have_index, name_of
 
-    settings = current_settings()
+    settings = settings_without_fanout()
     with open_current_store() as store:
         manifest = catalogue.find(store, key)
         for target in manifest.targets:
@@ -710,7 +710,7 @@ def snapshot_run(wait_s: float, mode: str | None, **values: Any) -> Ran:
     from bootseer.launch.signals import StartStoppedError, StopSignals, end_by
     from bootseer.snapshots.environment import run_setup
 
-    settings = current_settings()
+    settings = settings_without_fanout()
     if mode is not None:
         settings = replace(settings, restore_mode=mode)
     try:
@@ -777,7 +777,7 @@ def snapshot_explain(**values: Any) -> ExplainedSetup:
     """
     from bootseer.snapshots.explain import explain_setup
 
-    found = explain_setup(current_settings(), _request(values), say)
+    found = explain_setup(settings_without_fanout(), _request(values), say)
     return ExplainedSetup(
         outcome=found.outcome,
         reason=found.reason,
