@@ -60,22 +60,24 @@ class FsspecBackend(PathMixin, Backend):
         *,
         deadline_s: float | None = None,
     ) -> None:
-        """Open the file system; `options` are passed to it besides the URL."""
+        """Look up the class of the file system. Raises: InvalidInputError.
+
+        `options` are passed to the file system besides the URL.
+        """
         self.url = public_url(url)
-        protocol = split_scheme(url)
         self._deadline_s = deadline_s or DEFAULT_DEADLINE_S
         self._caller = DeadlineCaller("bootseer-fsspec")
-        self._is_memory = protocol == "memory"
+        self._is_memory = split_scheme(url) == "memory"
         self._guard: Any = _MEMORY_LOCK if self._is_memory else contextlib.nullcontext()
-        self._fs, root = self._opened(url, dict(options or {}))
-        self._root = str(root).rstrip("/")
         self.traits = Traits(one_step_replace=self._is_memory)
-
-    def _opened(self, url: str, options: dict[str, Any]) -> tuple[Any, str]:
-        """Return fsspec's file system for `url`, and the path of the root in that file system."""
+        self._opened: tuple[Any, str] | None = None
         import fsspec
 
-        what = f"open {self.url}"
+        def url_to_fs() -> tuple[Any, str]:
+            fs, root = fsspec.core.url_to_fs(url, **(options or {}))
+            return fs, str(root).rstrip("/")
+
+        self._url_to_fs = url_to_fs
         try:
             # Raises ValueError now; some file systems would fail with the first request.
             urlsplit(url)
@@ -83,23 +85,41 @@ class FsspecBackend(PathMixin, Backend):
             if getattr(of_class, "async_impl", False) or self._is_memory:
                 # No connection is made here. fsspec caches these objects per thread, so that a
                 # helper thread would get another one.
-                fs, root = fsspec.core.url_to_fs(url, **options)
-            else:
-                # Some file systems connect at once.
-                fs, root = self._caller.run(
-                    lambda _: fsspec.core.url_to_fs(url, **options), self._deadline_s
-                )
-        except NoAnswerError as error:
-            raise DeadlineError(f"cannot {what}: {error}") from error
-        except OSError as error:
-            if error.errno and error.errno > 0:
-                raise from_oserror(error, what) from error
-            raise UnavailableError(f"cannot {what}: {redact(str(error))}") from error
+                self._opened = url_to_fs()
         except Exception as error:
-            # Constructors raise exceptions of any class for a URL that they do not accept.
-            reason = redact(str(error)) or type(error).__name__
-            raise InvalidInputError(f"cannot {what}: {reason}") from error
-        return fs, str(root)
+            raise self._not_opened(error) from error
+
+    @property
+    def _fs(self) -> Any:
+        """The file system; its first use connects. Raises: BootseerError."""
+        return self._open()[0]
+
+    def _open(self) -> tuple[Any, str]:
+        """Return the file system, and the path of the root in it. Raises: BootseerError."""
+        opened = self._opened
+        if opened is None:
+            try:
+                opened = self._caller.run(lambda _: self._url_to_fs(), self._deadline_s)
+            except Exception as error:
+                raise self._not_opened(error) from error
+            # Threads that open it at once get one object from fsspec, or connect twice.
+            self._opened = opened
+        return opened
+
+    def _not_opened(self, error: Exception) -> BootseerError:
+        """Return the BootseerError for an exception of the file system's constructor."""
+        what = f"open {self.url}"
+        if isinstance(error, BootseerError):
+            return error
+        if isinstance(error, NoAnswerError):
+            return DeadlineError(f"cannot {what}: {error}")
+        if isinstance(error, OSError) and error.errno and error.errno > 0:
+            return from_oserror(error, what)
+        reason = redact(str(error)) or type(error).__name__
+        if isinstance(error, OSError):
+            return UnavailableError(f"cannot {what}: {reason}")
+        # Constructors raise exceptions of any class for a URL that they do not accept.
+        return InvalidInputError(f"cannot {what}: {reason}")
 
     def _run(
         self, verb: str, path: str, work: Callable[[Call[Any]], Result], *, more_s: float = 0.0
@@ -330,7 +350,7 @@ class FsspecBackend(PathMixin, Backend):
 
     def _full(self, path: str, *, file: bool = False) -> str:
         names = self._names_of_file(path) if file else split_path(path)
-        return "/".join((self._root, *names))
+        return "/".join((self._open()[1], *names))
 
 
 def _info(path: str, entry: dict[str, Any]) -> FileInfo:

@@ -112,21 +112,23 @@ class _SourceResolver:
 
     def resolve(self) -> FoundImage:
         settings = self._settings
-        try:
-            source = open_source(
-                self._image,
-                settings.cache_dir / "work",
-                registry_hosts_dir=settings.registry_hosts_dir,
-                deadline_s=settings.deadline_s,
-            )
-        except (UnavailableError, DeadlineError) as error:
-            return self._find_without_source(error)
-        with source, contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             try:
-                store = open_own_store(settings)
-                self._store = stack.enter_context(store)
+                self._store = stack.enter_context(open_own_store(settings))
+            except InvalidInputError:
+                raise  # The start cannot go on with a wrong URL; say so before anything is pulled.
             except (BootseerError, OSError) as error:
-                self._give_up_store(error)
+                self._warn_of_store(error)
+            try:
+                source = open_source(
+                    self._image,
+                    settings.cache_dir / "work",
+                    registry_hosts_dir=settings.registry_hosts_dir,
+                    deadline_s=settings.deadline_s,
+                )
+            except (UnavailableError, DeadlineError) as error:
+                return self._find_without_source(error)
+            stack.enter_context(source)
             found = self._find(source) or self._pull(source)
         remember(lambda: self._catalogue.keep_source(self._image, found))
         return found
@@ -136,6 +138,9 @@ class _SourceResolver:
             if self._store is None:
                 return
             self._store = None
+        self._warn_of_store(error)
+
+    def _warn_of_store(self, error: Exception) -> None:
         self._say(f"warning: starting without the shared store: {error}")
 
     # ---- images that need not be pulled -------------------------------------------------------
@@ -213,7 +218,9 @@ class _SourceResolver:
 
     def _pull(self, source: ImageSource) -> FoundImage:
         name = self._name(source)
-        self._news = self._news or f"image {name} is not indexed yet: pulling it whole, this once"
+        if not self._news:
+            state = "not on this node" if self._store is None else "not indexed yet"
+            self._news = f"image {name} is {state}: pulling it whole, this once"
         # Taken before the first read: a directory that changes meanwhile counts as changed.
         created_ns = change_time_ns()
         # An image may hold one layer several times (empty ones, mostly).

@@ -23,19 +23,32 @@ WITHOUT_FUSE = (
 SHOW = "import os; print(os.getuid(), os.getcwd(), os.environ['FROM_IMAGE'], os.getpid())"
 
 
-def test_a_store_that_cannot_be_used(node: Node, image: Image) -> None:
+@pytest.mark.parametrize("store", ["hdfs://127.0.0.1:9/store", "ftp://127.0.0.1:9/store"])
+def test_a_store_that_cannot_be_used(node: Node, image: Image, store: str) -> None:
     for pulled in (True, False):
         done = node.run(
             "run",
             *("--image", image.source, "--", "python3", "-c", SHOW),
-            variables={"BOOTSEER_STORE": "hdfs://127.0.0.1:9/store", "BOOTSEER_DEADLINE": "2"},
+            variables={"BOOTSEER_STORE": store, "BOOTSEER_DEADLINE": "2"},
         )
         assert (done.returncode, done.stdout.split()[:3]) == (0, ["1000", "/job", "yes"])
         assert done.stderr.count("warning:") == 1, done.stderr
+        assert done.stderr.count(store) == 1, done.stderr
+        assert "not indexed yet" not in done.stderr
         # The second time the node has it.
         assert ("pulling it whole" in done.stderr) is pulled
         assert "Traceback" not in done.stderr
     node.wait_clean()
+
+
+def test_a_wrong_url_of_a_store_is_said_before_anything_is_pulled(node: Node, image: Image) -> None:
+    """Regression: the whole image was pulled first, as "not indexed yet"."""
+    done = node.run(
+        *("run", "--image", image.source, "--", "true"),
+        variables={"BOOTSEER_STORE": "nosuch://host/store"},
+    )
+    assert done.returncode == 2
+    assert done.stderr == "bootseer: cannot open nosuch://host/store: Protocol not known: nosuch\n"
 
 
 def test_a_store_that_is_silent_is_waited_for_once(
