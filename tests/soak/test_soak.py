@@ -1,26 +1,16 @@
-"""A round of the soak has no findings, and a stopped soak continues."""
+"""A soak that was stopped continues; `make soak` runs its rounds."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-from testbed.needs import MissingError
-from testbed.paths import REPOSITORY
 from tests.soak.__main__ import Soak
-from tests.soak.site import missing_tools
 
 
-@pytest.mark.needs("mount", "fuse")
-def test_a_round(tmp_path: Path) -> None:
-    if missing := missing_tools():
-        raise MissingError(f"the soak needs {', '.join(missing)}")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.soak", "--rounds", "1", "--folder", tmp_path],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "round 0: " in done.stdout
+def test_a_stopped_soak_continues(tmp_path: Path) -> None:
+    soak = Soak(tmp_path, seed=1)
+    soak.round, soak.elapsed_s = 3, 90.0
+    soak.results["right"] += 2
+    soak.note(["a mount is left"])
+    soak.save()
     again = Soak(tmp_path, seed=2)
-    assert (again.seed, again.round, again.findings) == (1, 1, [])
+    assert (again.seed, again.round, again.elapsed_s, again.results) == (1, 3, 90.0, {"right": 2})
+    assert again.findings == ["round 3: a mount is left"]
