@@ -148,3 +148,14 @@ def test_what_was_waited_in_vain_is_not_waited_again(monkeypatch: pytest.MonkeyP
     assert caller.run(lambda _: 5, 60) == 5
     release.set()
     caller.close()
+
+
+def test_a_call_that_fails_soon_uses_up_nothing_of_the_budget() -> None:
+    """A start may find many objects missing: that takes long only together."""
+    wait_budget = WaitBudget()
+    wait_budget.limit(6.0)
+    for _ in range(100):
+        wait_budget.spend(0.4)
+    assert wait_budget.left_s == 6.0
+    wait_budget.spend(0.75)
+    assert wait_budget.left_s == 5.25
