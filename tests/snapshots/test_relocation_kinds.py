@@ -178,7 +178,7 @@ def test_virtualenv(tmp_path: Path, make_node: MakeNode, wheels: Path) -> None:
     virtualenv = tool("virtualenv")
     env, other = tmp_path / "env", tmp_path / "x/y/z"
     command = (
-        f"{virtualenv} --no-download --app-data {tmp_path}/data {env} && "
+        f"{virtualenv} --no-download --no-setuptools --app-data {tmp_path}/data {env} && "
         f"{env}/bin/pip install --no-index --find-links {wheels} alpha"
     )
     result = run_setup(make_node("a"), SetupRequest(["sh", "-ec", command]))

@@ -101,7 +101,7 @@ def test_writes_that_stall_are_tried_again(hdfs_url: str, monkeypatch: pytest.Mo
 def test_many_blocks_at_once_keep_their_bytes(hdfs: MiniHdfs, hdfs_url: str) -> None:
     """Under load, a NameNode answers NotReplicatedYetException for some of these blocks."""
     backend = open_backend(hdfs_url + "?block_size_bytes=65536")
-    data = os.urandom(65536 * 40 + 1)
+    data = os.urandom(65536 * 12 + 1)
 
     def work(index: int) -> bool:
         with backend.create(f"{index}") as writer:
@@ -110,7 +110,7 @@ def test_many_blocks_at_once_keep_their_bytes(hdfs: MiniHdfs, hdfs_url: str) -> 
         return backend.read(f"{index}") == data
 
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        assert all(pool.map(work, range(12)))
+        assert all(pool.map(work, range(6)))
     backend.close()
 
 

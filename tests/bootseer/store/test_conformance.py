@@ -313,13 +313,13 @@ def test_a_reader_sees_one_whole_version(backend: Backend) -> None:
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         readers = [pool.submit(read, index) for index in range(3)]
         try:
-            for version in range(1, 11):
+            for version in range(1, 6):
                 put(backend, "next", bytes([version]) * size)
                 backend.rename("next", "file", overwrite=True)
         finally:
             stop.set()
         assert all(reader.result(30) for reader in readers)
-    assert backend.read("file", 0, 1) == b"\n"
+    assert backend.read("file", 0, 1) == b"\5"
 
 
 def test_lists_names_in_order(backend: Backend) -> None:

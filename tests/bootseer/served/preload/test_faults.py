@@ -220,7 +220,7 @@ def test_a_stand_in_killed_at_each_step_leaves_no_worker(
     wait_for(lambda: all(_is_gone(int(pid)) for pid in pids))
 
 
-def test_a_hundred_forks_leak_nothing(waiting: PreloadingNode) -> None:
+def test_forty_forks_leak_nothing(waiting: PreloadingNode) -> None:
     waiting.write("program.py", "import heavy")
     assert waiting.run().returncode == 0
     preloader = waiting.preloader
@@ -233,7 +233,7 @@ def test_a_hundred_forks_leak_nothing(waiting: PreloadingNode) -> None:
         return files, sum(not _is_gone(int(pid)) for pid in children), int(memory.split()[1])
 
     files, children, memory_kib = held()
-    for _ in range(12):
+    for _ in range(5):
         processes = [waiting.start(stdout=None, stderr=None) for _ in range(8)]
         assert [process.wait(60) for process in processes] == [0] * 8
     # The first start's own may have been counted.

@@ -13,7 +13,7 @@ import pytest
 from tests.fuse.striped.exerciser.driver import SequenceError, open_site, run_random, shrink
 
 _SEED = os.environ.get("BOOTSEER_EXERCISER_SEED", "1")
-_SEQUENCES = {"file": 10, "hdfs": 4}
+_SEQUENCES = {"file": 5, "hdfs": 2}
 # A slow machine runs fewer sequences.
 _BEGIN_S = 20.0
 _SHRINK_S = 60.0
