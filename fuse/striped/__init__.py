@@ -5,8 +5,7 @@
 - core: `reading` and `writing` (bytes, through one `memory` budget), `names` (lookup,
   commits, deletion of replaced files); `storage` puts them together
 - edge: `mounted` (the kernel's view, and the processes behind a mount), `tools` (functions, and
-  the work behind `bootseer checkpoint`), `fsspec_system` and `fsspec_file` (fsspec), `group` (for
-  ranks of one job)
+  the work behind `bootseer checkpoint`), `fsspec_system` (fsspec), `group` (ranks of one job)
 
 docs/SEMANTICS.md says what is durable and visible when. This `__init__` and those of the folders
 import nothing, so that each part loads only its own imports. May import `fuse.kernel`, `served`,

@@ -216,10 +216,6 @@ class Window:
 
     # ---- waiting ------------------------------------------------------------------------------
 
-    def wait(self, read: UnitRead, cancelled: Callable[[], bool]) -> None:
-        """Return when the bytes are here. Raises: as `wait_for`."""
-        wait_for(self._engine, read, cancelled)
-
     def wait_for_units(
         self, file: OpenFile, start: int, end: int, cancelled: Callable[[], bool]
     ) -> None:
@@ -230,7 +226,7 @@ class Window:
             with self._lock:
                 read = self._reads.get((file.view.identity, unit.start, True))
             if read is not None:
-                self.wait(read, cancelled)
+                wait_for(self._engine, read, cancelled)
             position = unit.end
 
     # ---- giving up memory ---------------------------------------------------------------------
@@ -617,7 +613,7 @@ class StripedReader:
                 if sequential and self._window.starves_others(file, read):
                     with self._lock:
                         file.streams.widen_window(end)
-                self._window.wait(read, cancelled)
+                wait_for(self._engine, read, cancelled)
                 assert read.data is not None
                 stop = min(end, read.span.end)
                 result.append(read.data[position - read.span.start : stop - read.span.start])
