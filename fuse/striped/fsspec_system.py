@@ -42,7 +42,7 @@ from bootseer.errors import (
 )
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.names.stored import FileStatus, is_hidden, status_of
-from bootseer.fuse.striped.reading.unit_read import OpenFile
+from bootseer.fuse.striped.reading.opened import OpenFile
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.fuse.striped.tools.copy import copy_across, copy_in, copy_out, read_opened

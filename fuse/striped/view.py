@@ -1,9 +1,11 @@
-"""Addresses and checks of the stored bytes of one generation of a file. Pure; thread-safe.
+"""Addresses and checks of the stored bytes of one generation of a file.
 
 A `FileView` is the same for a striped file and for an ordinary one, so that one reader serves both:
 an ordinary file is cut into the same units, all of them ranges of the one file, without checksums.
+Pure, except `new_generation`; thread-safe.
 """
 
+import secrets
 from bisect import bisect_right
 from collections.abc import Iterator
 
@@ -55,6 +57,11 @@ def pieces(segment: Segment, offset: int, length: int) -> Iterator[PartRange]:
 def parts_folder(directory: str) -> str:
     """Return the hidden folder beside the files of `directory` ("" is the root)."""
     return f"{directory}/{PARTS_FOLDER}" if directory else PARTS_FOLDER
+
+
+def new_generation() -> str:
+    """Return a random name for a new generation, unique on all nodes."""
+    return secrets.token_hex(16)
 
 
 def generation_folder(directory: str, generation: str) -> str:

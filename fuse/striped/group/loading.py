@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from bootseer.errors import CorruptError
 from bootseer.fuse.striped.group.channel import GroupChannel
 from bootseer.fuse.striped.group.plan import Assembly, GroupPlan, NeededRange, PlannedRead
-from bootseer.fuse.striped.reading.unit_read import OpenFile
+from bootseer.fuse.striped.reading.opened import OpenFile
 from bootseer.fuse.striped.storage import StripedStorage
 
 

@@ -41,7 +41,7 @@ from bootseer.fuse.striped.mounted.journal import (
     view_record,
 )
 from bootseer.fuse.striped.names.stored import FileStatus, refuse
-from bootseer.fuse.striped.reading.unit_read import OpenFile
+from bootseer.fuse.striped.reading.opened import OpenFile
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.file_writer import FileWriter, WriterState
 from bootseer.store.backend import HasDescriptor

@@ -569,7 +569,7 @@ class OpenFiles:
                 self._detach_unpublished(node)
 
     def _finish_emptied(self, node: Node, flags: int) -> None:
-        """Publish, or supersede, what emptied handles of the file have not published yet.
+        """Publish the empty file of closed, emptied handles, or supersede them, before a new open.
 
         The kernel sends RELEASE after close(2) has returned, so `: > log; echo >> log` may open the
         file before the RELEASE of its first handle arrives. Readers only wait for that RELEASE.

@@ -6,7 +6,6 @@ lately are cached. Thread-safe; no call waits for a change of names.
 
 import errno
 import os
-import secrets
 import threading
 from collections import OrderedDict
 
@@ -191,11 +190,6 @@ class StoredNames:
         with self._lock:
             for name in [n for n in self._examined if n == path or n.startswith(path + "/")]:
                 del self._examined[name]
-
-
-def new_generation() -> str:
-    """Return a random name for a new generation, unique on all nodes."""
-    return secrets.token_hex(16)
 
 
 def run_name(directory: str, generation: str) -> str:

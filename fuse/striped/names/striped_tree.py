@@ -39,15 +39,14 @@ from bootseer.fuse.striped.layout import (
 from bootseer.fuse.striped.names.stored import (
     FileStatus,
     StoredNames,
-    new_generation,
     plain_view,
     refuse,
     run_name,
 )
+from bootseer.fuse.striped.reading.opened import OpenFile
 from bootseer.fuse.striped.reading.reader import StripedReader
-from bootseer.fuse.striped.reading.unit_read import OpenFile
 from bootseer.fuse.striped.statistics import Counters
-from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder
+from bootseer.fuse.striped.view import FileView, generation_folder, new_generation, parts_folder
 from bootseer.store.backend import Backend, FileInfo, Piece
 from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts, Policy, dice
 

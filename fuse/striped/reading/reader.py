@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError, UnavailableError
 from bootseer.fuse.striped.memory import Droppable, Memory, Tier
-from bootseer.fuse.striped.reading.unit_read import CopiedUnit, Key, OpenFile, Sources, UnitRead
+from bootseer.fuse.striped.reading.opened import CopiedUnit, Key, OpenFile, Sources, UnitRead
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import ByteRange, FileView
 from bootseer.store.backend import Backend, HasDescriptor

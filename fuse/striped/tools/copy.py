@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import BusyError, InvalidInputError, from_oserror
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES, Layout
-from bootseer.fuse.striped.reading.unit_read import OpenFile
+from bootseer.fuse.striped.reading.opened import OpenFile
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.fuse.striped.view import FileView

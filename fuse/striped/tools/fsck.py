@@ -13,11 +13,11 @@ from msgspec import Struct
 
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
 from bootseer.fuse.striped.layout import PARTS_FOLDER
-from bootseer.fuse.striped.names.stored import StoredNames, is_hidden, new_generation
+from bootseer.fuse.striped.names.stored import StoredNames, is_hidden
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.tools.copy_tree import folders_below, is_unfinished_copy
 from bootseer.fuse.striped.tools.verify import part_faults
-from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder
+from bootseer.fuse.striped.view import FileView, generation_folder, new_generation, parts_folder
 from bootseer.store.backend import Backend, FileInfo
 from bootseer.store.objects.store import storage_time_ns
 

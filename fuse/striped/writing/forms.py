@@ -22,9 +22,8 @@ from bootseer.fuse.striped.layout import (
     Layout,
     Segment,
 )
-from bootseer.fuse.striped.names.stored import new_generation
 from bootseer.fuse.striped.stripe_settings import StripeSettings
-from bootseer.fuse.striped.view import FileView
+from bootseer.fuse.striped.view import FileView, new_generation
 from bootseer.fuse.striped.writing.part_set import PartSet, Round, UnitAssignment, WriterResources
 from bootseer.fuse.striped.writing.tail import Tail
 from bootseer.store.backend import Piece

@@ -27,10 +27,9 @@ from msgspec import Struct
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, UnavailableError
 from bootseer.fuse.striped.layout import MAX_BLOCK_COUNT, PartFile, Segment, pack_checksums
-from bootseer.fuse.striped.names.stored import new_generation
 from bootseer.fuse.striped.names.striped_tree import StripedTree
 from bootseer.fuse.striped.statistics import Counters
-from bootseer.fuse.striped.view import generation_folder
+from bootseer.fuse.striped.view import generation_folder, new_generation
 from bootseer.fuse.striped.writing.part import PartWriter
 from bootseer.fuse.striped.writing.write_memory import Charge, WriteMemory
 from bootseer.store.backend import Backend, FileGroup, Piece

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bootseer.errors import DeadlineError, InvalidInputError
 from bootseer.fuse.striped.layout import MAGIC
 from bootseer.fuse.striped.memory import Memory
-from bootseer.fuse.striped.reading.streams import StreamTracker
+from bootseer.fuse.striped.reading.opened import StreamTracker
 from bootseer.fuse.striped.tools.copy import copy_out
 from bootseer.fuse.striped.writing.tail import Tail
 from bootseer.store.local.backend import LocalBackend
