@@ -1,9 +1,11 @@
 """`bootseer report` and `bootseer watch`: where the time of a start went, and one under way."""
 
+import contextlib
 import functools
+import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -142,10 +144,10 @@ def explained(
     # The model changes the graph's times, which the process in the background has a copy of.
     with in_background(functools.partial(break_down, graph)) as broken_down:
         model = StartModel(graph)
-        _ = graph.heading and model.summary
         breakdown = broken_down()
     if breakdown is None:
         return None
+    model.gather(in_background)
     return ExplainedStart(files, breakdown, model, imports)
 
 
@@ -287,6 +289,18 @@ def show_starts(source: Source, job: str, history: bool, as_json: bool) -> None:
         )
 
 
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Switch the garbage collector off: a start is millions of objects, none of them in a cycle."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 # ---- report -----------------------------------------------------------------------------------
 
 
@@ -345,6 +359,7 @@ def _file_option(name: str, parameter: str, text: str) -> Callable[[_F], _F]:
 @_file_option("--rows", "rows_file", "Also write all stages, each as a line of JSON.")
 @_file_option("--html", "page_file", "Also write a page that a browser shows without network.")
 @json_option
+@_without_collector()
 def report(
     job: str | None,
     wanted: int | None,

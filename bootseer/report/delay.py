@@ -21,7 +21,7 @@ from bootseer.report.graph import (
 )
 from bootseer.report.path import Blame, MissedBarrier
 from bootseer.report.peers import Outlier, PeerGroup, Peers
-from bootseer.report.stragglers import Cause, Evidence, cause_of
+from bootseer.report.stragglers import Cause, cause_of
 
 if TYPE_CHECKING:
     from bootseer.report.explain import StartModel
@@ -55,7 +55,7 @@ def largest_delay(
     late = max(_late(blame, model.peers), key=lambda one: one[0].excess_s, default=None)
     if late is not None:
         one, alone_s = late
-        cause = cause_of(one, Evidence(graph), model.waiting)
+        cause = cause_of(one, model.evidence, model.waiting)
         delays.append(Delay(one.node, one.rank, str(one.label), one.excess_s, alone_s, cause))
     if graph.heading is not None and (failure := graph.heading.failure) is not None:
         cause = Cause("restarted workers", failure.message)

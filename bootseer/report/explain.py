@@ -11,6 +11,7 @@ import statistics
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from operator import sub
 from typing import NamedTuple, Protocol
@@ -38,12 +39,14 @@ from bootseer.report.graph import (
 )
 from bootseer.report.path import Blame, MissedBarrier, PathSegment, Walker, missed_barriers
 from bootseer.report.peers import (
+    Comparison,
     PeerGroup,
     Peers,
     as_its_peers,
     compare,
     compare_nodes,
     least_excess_s,
+    may_stand_out,
     times_as_fast,
     without_stragglers,
 )
@@ -67,6 +70,14 @@ class Apply(Protocol):
         things: "list[tuple[str, Change]]",
         /,
     ) -> "Iterable[WhatIf]": ...
+
+
+class Beside(Protocol):
+    """Signature of a function that computes something while the caller does something else."""
+
+    def __call__(
+        self, function: "Callable[[], WhatIf]", /
+    ) -> AbstractContextManager["Callable[[], WhatIf]"]: ...
 
 
 class WhatIf(Struct, frozen=True):
@@ -168,7 +179,30 @@ class StartModel:
 
     @cached_property
     def _even(self) -> WhatIf:
+        return self._without_stragglers()
+
+    def _without_stragglers(self) -> WhatIf:
         return self.what_if("no stragglers", without_stragglers(self.peers))
+
+    def gather(self, beside: Beside) -> None:
+        """Compute what `summary` needs, the replay without stragglers by `beside`.
+
+        Optional: `summary` computes it otherwise, one after the other.
+        """
+        with beside(self._without_stragglers) as even:
+            self.evidence.gather(self._comparisons)
+            _ = self._walker
+            self._even = even()
+
+    @cached_property
+    def evidence(self) -> Evidence:
+        """The figures of the start's stages."""
+        return Evidence(self.graph)
+
+    @cached_property
+    def _comparisons(self) -> Sequence[Comparison]:
+        """Intervals in which a node may stand out, if an even start takes no time."""
+        return list(compare_nodes(self.intervals.values(), self.peers, least_excess_s(0.0)))
 
     @cached_property
     def _walker(self) -> Walker:
@@ -222,8 +256,12 @@ class StartModel:
 
     def _stragglers(self) -> list[Straggler]:
         least_s = least_excess_s(self._even.ready_s)
-        comparisons = compare_nodes(self.intervals.values(), self.peers, least_s)
-        return find_stragglers(comparisons, Evidence(self.graph), self.waiting, least_s)
+        comparisons = [
+            one
+            for one in self._comparisons
+            if may_stand_out(self.peers[one.label, one.role], least_s)
+        ]
+        return find_stragglers(comparisons, self.evidence, self.waiting, least_s)
 
     def _changes(self, summary: Summary) -> Iterable[tuple[str, Change]]:
         path, stragglers = summary.path, summary.stragglers

@@ -175,10 +175,14 @@ def compare_nodes(
         for node in group.nodes
     )
     for key, same in _by_peer_group(intervals).items():
-        known = peers[key]
-        # Skip intervals so short or so even that no node can stand out: most are.
-        if known.count >= _PEERS_MIN and _is_much(known.max_s, known.median_s, least_s):
+        # Most intervals are so short or so even that no node stands out.
+        if may_stand_out(peers[key], least_s):
             yield from _among_nodes(key, same, counts)
+
+
+def may_stand_out(peers: Peers, least_s: float) -> bool:
+    """Return whether the slowest process of an interval is slower by `least_s` or more."""
+    return peers.count >= _PEERS_MIN and _is_much(peers.max_s, peers.median_s, least_s)
 
 
 def _among_nodes(

@@ -116,6 +116,13 @@ class Evidence:
         self._counts = process_counts(graph.groups)
         self._figures: dict[tuple[Label, str, str], _Figure] = {}
 
+    def gather(self, comparisons: Iterable[Comparison]) -> None:
+        """Compute the figures that `find_stragglers` looks at in these comparisons."""
+        for one in comparisons:
+            for sign in _SIGNS if _is_in_stage(one) else ():
+                for name in _shown_by(sign, one.label):
+                    self.figure(one.label, one.role, name)
+
     def of(self, outlier: Outlier, figure: str) -> tuple[float, float]:
         """Return a figure of the outlier's stage: its node's median, and that of the others."""
         by_node, median = self.figure(outlier.label, outlier.role, figure)
@@ -197,8 +204,7 @@ def _with_figures(
     """Yield the nodes that are slow where they show a cause's figure; without those in `named`."""
     shown: dict[tuple[str, _Sign], list[Comparison]] = {}
     for one in comparisons:
-        # Of two nodes nobody knows which figure is usual.
-        if one.label.kind == "in" and len(one.seconds) > 2:
+        if _is_in_stage(one):
             for sign in _SIGNS:
                 for node in _showing(one, sign, evidence):
                     shown.setdefault((node, sign), []).append(one)
@@ -223,9 +229,7 @@ def _with_figures(
 
 def _showing(compared: Comparison, sign: _Sign, evidence: Evidence) -> Iterator[str]:
     """Yield the nodes whose figure stands out in a stage by itself."""
-    if not _may_show(sign, compared.label):
-        return
-    for name in sign.figures if not sign.least else sign.figures[:1]:
+    for name in _shown_by(sign, compared.label):
         by_node, median = evidence.figure(compared.label, compared.role, name)
         if sign.least:
             least = max(sign.least, _TIMES_MIN * median)
@@ -241,6 +245,18 @@ def _showing(compared: Comparison, sign: _Sign, evidence: Evidence) -> Iterator[
                 >= _EXPLAINED_MIN * (compared.seconds.get(node, 0.0) - compared.peers_s)
             ]
         yield from (node for node in found if node in compared.seconds)
+
+
+def _is_in_stage(compared: Comparison) -> bool:
+    # Of two nodes nobody knows which figure is usual.
+    return compared.label.kind == "in" and len(compared.seconds) > 2
+
+
+def _shown_by(sign: _Sign, label: Label) -> tuple[str, ...]:
+    """Return the figures by which a cause shows in a stage."""
+    if not _may_show(sign, label):
+        return ()
+    return sign.figures[:1] if sign.least else sign.figures
 
 
 def _may_show(sign: _Sign, label: Label) -> bool:
