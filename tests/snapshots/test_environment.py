@@ -39,7 +39,7 @@ def test_a_touched_target_is_not_in_place(tmp_path: Path, make_node: MakeNode) -
     run_setup(make_node("a"), request)
     (tmp_path / "env/file").write_text("edited")
     assert run_setup(make_node("a"), request).how == "captured"
-    assert (tmp_path / "env/file").read_text() == "hello\n"
+    assert (tmp_path / "env/file").read_text() == "Linux\n"
     assert runs(tmp_path) == 2
 
 
@@ -52,7 +52,7 @@ def test_a_forged_time_is_noticed(tmp_path: Path, make_node: MakeNode) -> None:
     os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (info.st_size, info.st_mtime_ns)
     assert run_setup(make_node("a"), request).how == "captured"
-    assert file.read_text() == "hello\n"
+    assert file.read_text() == "Linux\n"
 
 
 def test_a_restored_zoo_is_in_place_until_it_is_touched(

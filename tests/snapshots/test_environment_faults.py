@@ -29,7 +29,7 @@ def test_without_a_store_the_command_just_runs(
     node = replace(make_node("a"), store_url=url, deadline_s=2.0)
     result = run_setup(node, counted_request(tmp_path), report=said.append)
     assert result.how == "ran"
-    assert (tmp_path / "env/file").read_text() == "hello\n"
+    assert (tmp_path / "env/file").read_text() == "Linux\n"
     assert runs(tmp_path) == 1
     assert len([sentence for sentence in said if sentence.startswith("warning")]) == 1
 

@@ -84,7 +84,7 @@ def test_what_a_job_writes_goes_with_the_mount(tmp_path: Path, covering: MakeNod
     assert (target / "moved/file").read_text() == "changed"
     unmount_snapshot(node, target)
     assert run_setup(node, request).how == "restored"
-    assert (target / "d/file").read_text() == "hello\n"
+    assert (target / "d/file").read_text() == "Linux\n"
     assert sorted(os.listdir(target)) == ["d"]
     assert runs(tmp_path) == 1
     # A mount with changes does not fit the request: the set-up runs on top of it.
@@ -115,7 +115,7 @@ def test_unmounting(tmp_path: Path, covering: MakeNode) -> None:
         link = tmp_path / "link"
         link.symlink_to(target)
         unmount_snapshot(node, link, lazy=True)
-        assert file.read() == "hello\n"
+        assert file.read() == "Linux\n"
     wait_gone(node)
 
 

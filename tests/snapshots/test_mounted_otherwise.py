@@ -40,7 +40,7 @@ def test_a_failed_mount_is_extracted(tmp_path: Path, mounting: MakeNode) -> None
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("warning: extracted: ") == 1
-    assert (target / "d/file").read_text() == "hello\n"
+    assert (target / "d/file").read_text() == "Linux\n"
     assert runs(tmp_path) == 1
     assert servers(node) == []
 
@@ -63,7 +63,7 @@ def test_a_cache_on_an_overlay(tmp_path: Path, mounting: MakeNode) -> None:
     done = done_by([*command, *snapshot_run(request)], environment_of(node))
     assert done.returncode == 0, done.stderr
     assert "mounted: it was asked for" in done.stderr
-    assert done.stdout == "hello\nwritten\n"
+    assert done.stdout == "Linux\nwritten\n"
     wait_gone(node)
 
 
@@ -88,7 +88,7 @@ def test_without_root_it_is_extracted(mounting: MakeNode) -> None:
         second = run()
         assert "mounting needs root (CAP_SYS_ADMIN)" in second.stderr
         assert "restored" in second.stderr
-        assert (target / "d/file").read_text() == "hello\n"
+        assert (target / "d/file").read_text() == "Linux\n"
         assert runs(home) == 1
 
 
@@ -131,7 +131,7 @@ def test_a_target_with_a_mount_inside_is_extracted(tmp_path: Path, mounting: Mak
         assert (result.how, result.mode) == ("restored", "extract")
         assert sum("something else is mounted inside" in line for line in said) == 2
         assert (inner / "data").read_text() == "not the set-up's"
-        assert (target / "d/file").read_text() == "hello\n"
+        assert (target / "d/file").read_text() == "Linux\n"
     finally:
         subprocess.run(["umount", str(inner)], check=True, timeout=WAIT_S)
 

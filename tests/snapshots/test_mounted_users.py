@@ -52,7 +52,7 @@ def test_it_stays_while_any_of_its_jobs_lives(tmp_path: Path, covering: MakeNode
         # A server that was wrong would have ended instead.
         wait_for(lambda: _is_watched(other.pid, pids), "a look at who else uses the mount")
         assert _server_pids(node) == pids
-        assert (target / "d/file").read_text() == "hello\n"
+        assert (target / "d/file").read_text() == "Linux\n"
         other.end()
     wait_uncovered(target)
     wait_gone(node)
@@ -92,7 +92,7 @@ def test_a_job_that_comes_and_goes_does_not_end_what_was_to_stay(
     ((state_dir, _),) = live_mounts(node.run_dir)
     # A new worker, whose first user has ended, does not end, either.
     os.kill(int(ask(state_dir, "status")["worker_pid"]), signal.SIGKILL)
-    assert run_program(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
+    assert run_program(f"print(open({str(target / 'd/file')!r}).read())") == "Linux\n\n"
     assert overlay_at(target) is not None
     unmount_snapshot(node, target)
     wait_gone(node)
@@ -120,7 +120,7 @@ def test_a_killed_server_costs_a_new_mount(tmp_path: Path, covering: MakeNode) -
     state_dir = _kill_server(node)
     again = run_setup(node, request)
     assert (again.how, again.mode) == ("restored", node.restore_mode)
-    assert run_program(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
+    assert run_program(f"print(open({str(target / 'd/file')!r}).read())") == "Linux\n\n"
     assert not state_dir.exists()
     unmount_snapshot(node, target)
     wait_gone(node)
@@ -229,6 +229,6 @@ def test_a_run_that_is_killed_leaves_nothing_mounted(
     # The next run does not wait for the server to notice the end.
     again = run_setup(node, request)
     assert (again.how, again.mode, runs(tmp_path)) == ("restored", node.restore_mode, 1)
-    assert (target / "d/file").read_text() == "hello\n"
+    assert (target / "d/file").read_text() == "Linux\n"
     unmount_snapshot(node, target)
     wait_gone(node)

@@ -132,7 +132,7 @@ def test_clocks_that_differ_cost_time_and_no_more(
     # A node that lost its lease finds the other node's snapshot stored.
     assert {result.how for result in results.values()} <= {"captured", "restored", "ran"}
     trees = [(tmp_path / "roots" / name / "opt/env/file").read_text() for name in names]
-    assert trees == ["hello\n"] * 3
+    assert trees == ["Linux\n"] * 3
     with open_store(make_node("exact").store_url) as store:
         assert len(list(catalogue.list_all(store))) == 1
     late = rooted(tmp_path, "late", meeting.script)

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.needs("mount", "fuse")
 def _other(tmp_path: Path) -> SetupRequest:
     """Return another set-up of the same directory."""
     target = tmp_path / "env"
-    text = f"mkdir -p {target}/d; echo other > {target}/d/file; echo x > {target}/more"
+    text = f"mkdir -p {target}/d; cd /; pwd > {target}/d/file; pwd > {target}/more"
     return SetupRequest(command=["sh", "-ec", text], targets=[str(target)])
 
 
@@ -77,11 +77,11 @@ def test_jobs_with_different_set_ups_have_their_own(
         assert one.how == "restored"
         with SetupProcess(node, other) as two:
             assert two.how == ("restored" if is_stored else "captured")
-            assert _seen_by(two, target / "d/file") == "other\n"
-            assert _seen_by(one, target / "d/file") == "hello\n"
+            assert _seen_by(two, target / "d/file") == "/\n"
+            assert _seen_by(one, target / "d/file") == "Linux\n"
             assert not Path(f"/proc/{one.pid}/root{target}/more").exists()
             one.end()
-            assert _seen_by(two, target / "d/file") == "other\n"
+            assert _seen_by(two, target / "d/file") == "/\n"
             two.end()
     wait_gone(node)
     assert not any(cover.path == target for cover in overlays())
@@ -129,7 +129,7 @@ def test_a_job_that_wrote_to_its_environment_keeps_it(tmp_path: Path, node: Sett
             assert not Path(f"/proc/{two.pid}/root{target}/written").exists()
             assert _seen_by(one, target / "written") == "by the first"
             one.end()
-            assert _seen_by(two, target / "d/file") == "hello\n"
+            assert _seen_by(two, target / "d/file") == "Linux\n"
             two.end()
     wait_gone(node)
     assert runs(tmp_path) == 1
@@ -148,10 +148,10 @@ def test_a_job_keeps_its_environment_when_what_keeps_it_is_killed(
         wait_for(lambda: not start_time(state.pid), "the end of the holder")
         with SetupProcess(node, request) as two:
             assert two.how == "restored"
-            assert _seen_by(one, target / "d/file") == "hello\n"
-            assert _seen_by(two, target / "d/file") == "hello\n"
+            assert _seen_by(one, target / "d/file") == "Linux\n"
+            assert _seen_by(two, target / "d/file") == "Linux\n"
             one.end()
-            assert _seen_by(two, target / "d/file") == "hello\n"
+            assert _seen_by(two, target / "d/file") == "Linux\n"
             two.end()
     assert run_setup(node, request).how == "restored"
     assert [cover.path for cover in overlays()] == [target]
@@ -201,7 +201,7 @@ def test_without_a_namespace_it_is_refused(tmp_path: Path, node: Settings) -> No
         done = done_by([*weak, *words, *setup, "--", "true"], environment_of(node))
         assert done.returncode == 19, done.stderr
         assert f"{target} is in use by process {one.pid}" in done.stderr
-        assert _seen_by(one, target / "d/file") == "hello\n"
+        assert _seen_by(one, target / "d/file") == "Linux\n"
         one.end()
     assert done_by([*words, *setup, "--", "true"], environment_of(node)).returncode == 0
 
@@ -237,7 +237,7 @@ def test_a_job_within_a_job_builds_on_it(tmp_path: Path, node: Settings) -> None
     words = " ".join(request.command[:-1]) + f" '{request.command[-1]}'"
     command = [*run, words, "--", sys.executable, "-c", code]
     done = done_by(command, environment_of(node))
-    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "Linux\n"), done.stderr
     assert "mount namespace" not in done.stderr
 
 

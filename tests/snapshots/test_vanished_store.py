@@ -35,7 +35,7 @@ def test_a_read_waits_until_the_store_is_back(
         if has_mount_point:
             (tmp_path / "store").rmdir()
         (tmp_path / "away").rename(tmp_path / "store")
-        assert reader.communicate(timeout=WAIT_S)[0] == b"hello\n"
+        assert reader.communicate(timeout=WAIT_S)[0] == b"Linux\n"
         assert reader.returncode == 0
     unmount_snapshot(node, target)
     wait_gone(node)

@@ -11,9 +11,12 @@ from bootseer.snapshots.key import SetupRequest
 
 
 def counted_request(tmp_path: Path, script: str = "", **options: object) -> SetupRequest:
-    """Return a set-up that makes `tmp_path/env` and counts its runs in `tmp_path/runs`."""
+    """Return a set-up that makes `tmp_path/env` and counts its runs in `tmp_path/runs`.
+
+    The key of a set-up with a word that may be a secret, as those of `echo`, takes 50 ms.
+    """
     target = tmp_path / "env"
-    text = f"echo run >> {tmp_path}/runs; mkdir -p {target}; echo hello > {target}/file; {script}"
+    text = f"echo >> {tmp_path}/runs; mkdir -p {target}; uname > {target}/file; {script}"
     request = SetupRequest(command=["sh", "-e", "-c", text], targets=[str(target)])
     return replace(request, **options)
 
@@ -36,10 +39,7 @@ def rooted_runner(root: Path):  # type: ignore[no-untyped-def]
 def rooted(tmp_path: Path, name: str, script: str = "") -> SetupRequest:
     root = tmp_path / "roots" / name
     root.mkdir(parents=True)
-    text = (
-        f"echo run >> {tmp_path}/runs; "
-        f"mkdir -p $ROOT/opt/env; echo hello > $ROOT/opt/env/file; {script}"
-    )
+    text = f"echo >> {tmp_path}/runs; mkdir -p $ROOT/opt/env; uname > $ROOT/opt/env/file; {script}"
     return SetupRequest(
         command=["sh", "-e", "-c", text],
         targets=["/opt/env"],

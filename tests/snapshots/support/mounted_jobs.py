@@ -64,9 +64,12 @@ def wait_uncovered(target: Path) -> None:
 
 
 def small_setup(tmp_path: Path) -> tuple[SetupRequest, Path]:
-    """Return a set-up that counts its runs in `tmp_path/runs`, and its target."""
+    """Return a set-up that counts its runs in `tmp_path/runs`, and its target.
+
+    The key of a set-up with a word that may be a secret, as those of `echo`, takes 50 ms.
+    """
     target = tmp_path / "env"
-    text = f"echo run >> {tmp_path}/runs; mkdir -p {target}/d; echo hello > {target}/d/file"
+    text = f"echo >> {tmp_path}/runs; mkdir -p {target}/d; uname > {target}/d/file"
     return SetupRequest(command=["sh", "-ec", text], targets=[str(target)]), target
 
 
