@@ -49,8 +49,7 @@ from bootseer.snapshots.scan import STAGING_PREFIX, text_of
 from bootseer.store import Store
 from bootseer.store.objects.records import ONE_DOCUMENT, Links, ObjectFormat, RecordEntry
 from bootseer.store.objects.uses import note_use
-from bootseer.transfer.even_chunks import chunks_of, digests_of
-from bootseer.transfer.ranges import Chunk
+from bootseer.transfer.ranges import Chunk, chunks_of, digests_of
 
 logger = logging.getLogger(__name__)
 FOLDER = "snapshots/"

@@ -15,7 +15,7 @@ from bootseer.base.documents import BlobDigest, Count64, DocumentFormat, PathByt
 from bootseer.errors import CorruptError
 from bootseer.snapshots.key_parts import Part, fingerprint
 from bootseer.snapshots.scan import checked_target, is_plain, text_of
-from bootseer.transfer.even_chunks import ChunkDigests
+from bootseer.transfer.ranges import ChunkDigests
 
 EARLIER_MAX = 7
 """Maximum number of earlier blobs of a target: a restore reads a stream of each."""

@@ -808,7 +808,7 @@ def checkpoint_mount(
         _protect(directory)
     if foreground:
         from bootseer.fuse.striped.mounted.server import serve_checkpoints
-        from bootseer.linux.systemd import notify
+        from bootseer.linux.processes import notify_systemd
         from bootseer.served.service import find_checkpoints
 
         def ready() -> None:
@@ -816,7 +816,7 @@ def checkpoint_mount(
             known = find_checkpoints(settings.run_dir, Path(spec.directory))
             if known is not None and known.state.root_was_made:
                 say(created_warning(url))
-            notify("READY=1")
+            notify_systemd("READY=1")
 
         click.get_current_context().exit(warn_unwritten(serve_checkpoints(spec, ready)))
     mounted = mount_checkpoints(spec, forks=True)

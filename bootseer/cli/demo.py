@@ -1,4 +1,4 @@
-"""`bootseer demo`: two launches of a job on one machine, compared."""
+"""`bootseer demo`: two launches of a job on one machine, compared stage by stage."""
 
 import shutil
 import tempfile
@@ -10,13 +10,13 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import asdict
 
 from bootseer.cli.command_tree import command
-from bootseer.cli.show import document_of, emit_table, shows
+from bootseer.cli.show import emit_table, shows
 from bootseer.cli.text import human_bytes, tell
 from bootseer.errors import BootseerError, NoSpaceError, from_oserror
 
 if TYPE_CHECKING:
-    from bootseer.demo.comparison import LaunchComparison
-    from bootseer.demo.job import Network
+    from bootseer.demo.job import Launch, Network
+    from bootseer.timeline.otlp import Stage
 
 _GIB = 1 << 30
 # Space for the image, the packages, the store and the caches of two nodes.
@@ -60,31 +60,81 @@ class ComparedLaunches(Struct):
     image: ComparedImage
     published_bytes: int
     """Bytes that the first launch and its publishers wrote to the store."""
-    identical: bool
-    """Whether both launches read the same bytes."""
     left_out: dict[str, str]
     """Reason for each stage that this machine cannot show."""
     network: dict[str, int]
     """Rates of the simulated network."""
 
 
-def _compared(
-    result: "LaunchComparison", left_out: dict[str, str], network: "Network"
+# A lazy image moves work from opening it to reading its files, so both count; likewise checkpoints.
+_TIMED = {
+    "image": ("image", "import"),
+    "environment": ("environment",),
+    "checkpoint": ("checkpoint", "load"),
+}
+
+
+def _compare(
+    first: "Launch",
+    second: "Launch",
+    *,
+    image_bytes: int,
+    published_bytes: int,
+    left_out: dict[str, str],
+    network: "Network",
 ) -> ComparedLaunches:
-    image = result.stages.get("image")
-    share = image.second_bytes / result.image_bytes if image and result.image_bytes else None
-    first_cpu_s, second_cpu_s = result.cpu_s
+    """Compare two launches; stages that neither had are left out. Raises: BootseerError."""
+    if first.trainer["checksum"] != second.trainer["checksum"]:
+        raise BootseerError("the two launches loaded different bytes; please report this")
+    stages = {
+        name: _compared(
+            (_seconds(first, timed), _seconds(second, timed)),
+            (_moved_bytes(first, name), _moved_bytes(second, name)),
+        )
+        for name, timed in _TIMED.items()
+        if any(stage.name == timed[0] for stage in first.stages)
+    }
+    total = _compared(
+        (_until_ready_s(first), _until_ready_s(second)), (first.bytes_read, second.bytes_read)
+    )
+    total.first_cpu_s, total.second_cpu_s = first.machine_cpu_s, second.machine_cpu_s
+    image = stages.get("image")
+    share = image.second_bytes / image_bytes if image and image_bytes else None
     return ComparedLaunches(
-        stages={name: document_of(ComparedStage, row) for name, row in result.stages.items()},
-        total=document_of(
-            ComparedStage, result.total, first_cpu_s=first_cpu_s, second_cpu_s=second_cpu_s
-        ),
-        image=ComparedImage(result.image_bytes, share),
-        published_bytes=result.first_publish_bytes,
-        identical=result.identical,
+        stages=stages,
+        total=total,
+        image=ComparedImage(image_bytes, share),
+        published_bytes=published_bytes,
         left_out=left_out,
         network=asdict(network),
     )
+
+
+def _compared(seconds: tuple[float, float], moved_bytes: tuple[int, int]) -> ComparedStage:
+    ratio = seconds[0] / seconds[1] if seconds[1] > 0 else 0.0
+    return ComparedStage(*seconds, *moved_bytes, ratio)
+
+
+def _named(launch: "Launch", names: tuple[str, ...]) -> "list[Stage]":
+    return [stage for stage in launch.stages if stage.name in names]
+
+
+def _seconds(launch: "Launch", names: tuple[str, ...]) -> float:
+    stages = _named(launch, names)
+    return sum((one.end_ns - one.start_ns) / 1e9 for one in stages if one.end_ns is not None)
+
+
+def _moved_bytes(launch: "Launch", name: str) -> int:
+    if name == "checkpoint":
+        return launch.checkpoint_bytes_read
+    stages = _named(launch, ("image pull", "image served") if name == "image" else (name,))
+    return sum(int(one.attributes.get("bootseer.bytes", 0)) for one in stages)
+
+
+def _until_ready_s(launch: "Launch") -> float:
+    begin_ns = min(stage.start_ns for stage in launch.stages)
+    ready = _named(launch, ("ready",))
+    return (ready[0].start_ns - begin_ns) / 1e9 if ready else launch.wall_s
 
 
 def _cells(name: str, row: ComparedStage, note: str = "") -> tuple[object, ...]:
@@ -149,7 +199,6 @@ def demo(
     simulated: image, store and checkpoints are on this disk, behind a rate limit. Without root,
     some stages are left out and listed.
     """
-    from bootseer.demo.comparison import compare
     from bootseer.demo.job import DemoPlan, Network, World, left_out_of
 
     left_out = left_out_of()
@@ -200,7 +249,11 @@ def demo(
             _say(f"everything is left in {folder}")
         else:
             world.remove()
-    result = compare(first, second, image_bytes=world.image_bytes, published_bytes=published_bytes)
-    if not result.identical:
-        raise BootseerError("the two launches loaded different bytes; please report this")
-    return _compared(result, left_out, network)
+    return _compare(
+        first,
+        second,
+        image_bytes=world.image_bytes,
+        published_bytes=published_bytes,
+        left_out=left_out,
+        network=network,
+    )

@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 from msgspec import Struct
 
 from bootseer.base.documents import from_line
-from bootseer.demo import image, limited, wheels
+from bootseer.demo import image, limited
 from bootseer.demo.limited import read_account
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
 from bootseer.linux.mount_table import mount_points
@@ -115,7 +115,7 @@ class World:
                 self._say("building an image from this interpreter, its packages, and unread bytes")
                 self._build_image()
             if self.plan.with_environment:
-                self.requirements = wheels.make_wheels(self.wheels)
+                self.requirements = image.make_wheels(self.wheels)
             if self.plan.with_checkpoint:
                 self._say(f"writing a checkpoint of {self.plan.checkpoint_bytes / 2**30:.2g} GiB")
                 self._write_checkpoint()

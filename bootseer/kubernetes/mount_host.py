@@ -26,9 +26,8 @@ from bootseer.errors import BootseerError, PermissionDeniedError, from_oserror
 from bootseer.kubernetes.api import ACCOUNT, Api
 from bootseer.linux import mount_table, namespaces
 from bootseer.linux.private_files import private_directory
-from bootseer.linux.processes import ProcessId, become_subreaper, child_processes
+from bootseer.linux.processes import ProcessId, become_subreaper, child_processes, notify_systemd
 from bootseer.linux.scripts import python_environment
-from bootseer.linux.systemd import notify
 from bootseer.served.control import listen
 from bootseer.served.ending import sweep
 from bootseer.served.processes import ROLES, spawn
@@ -83,13 +82,13 @@ class Spawner:
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(read, selectors.EVENT_READ)
-        notify("READY=1")
+        notify_systemd("READY=1")
         on_ready()
         while True:
             for key, _ in self._selector.select(_REQUEST_S):
                 if key.fd == read:
                     if not {signal.SIGTERM, signal.SIGINT}.isdisjoint(os.read(read, 4096)):
-                        notify("STOPPING=1")
+                        notify_systemd("STOPPING=1")
                         self._end_servers()
                         return
                     continue

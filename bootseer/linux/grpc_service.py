@@ -30,7 +30,7 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.linux.private_files import private_directory
-from bootseer.linux.systemd import notify
+from bootseer.linux.processes import notify_systemd
 
 _log = logging.getLogger(__name__)
 
@@ -124,9 +124,9 @@ def serve(
         _bind(server, path)
     start()
     server.start()
-    notify("READY=1")
+    notify_systemd("READY=1")
     signal.sigwait(_STOP_SIGNALS)
-    notify("STOPPING=1")
+    notify_systemd("STOPPING=1")
     server.stop(_GRACE_S).wait(_GRACE_S + 1)
     for path in paths:
         with contextlib.suppress(FileNotFoundError):

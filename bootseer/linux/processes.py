@@ -7,15 +7,19 @@ of the node.
 
 import contextlib
 import errno
+import logging
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from bootseer.linux.private_files import private_directory
+
+_log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 16
 KILLED_S = 10.0
@@ -323,3 +327,20 @@ def child_processes() -> list[int]:
     """Return the pids of this process's children."""
     text = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii")
     return [int(pid) for pid in text.split()]
+
+
+def notify_systemd(state: str) -> None:
+    """Send a state such as "READY=1" to systemd (sd_notify(3)). Never raises.
+
+    Nothing is sent unless NOTIFY_SOCKET names a socket.
+    """
+    name = os.environ.get("NOTIFY_SOCKET", "")
+    if not name:
+        return
+    address = f"\0{name[1:]}" if name.startswith("@") else name
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.connect(address)
+            sender.sendall(state.encode())
+    except OSError as error:
+        _log.warning("cannot tell %s that we are %s: %s", name, state, error)

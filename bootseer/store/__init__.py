@@ -62,7 +62,7 @@ def _import_backend(scheme: str) -> _Open:
 
         return HdfsBackend
     if scheme == "oci":
-        from bootseer.store.oci.backend import OciBackend
+        from bootseer.store.oci import OciBackend
 
         return OciBackend
     if scheme in BUCKETS:

@@ -41,8 +41,7 @@ from bootseer.prefetch.record.hotset import SCATTERED_COUNT_MAX, HotSet
 from bootseer.prefetch.record.trace import Trace
 from bootseer.settings.config import Settings
 from bootseer.store import Store
-from bootseer.transfer.even_chunks import ChunkDigests, chunks_of
-from bootseer.transfer.ranges import Chunk
+from bootseer.transfer.ranges import Chunk, ChunkDigests, chunks_of
 
 _log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from bootseer.prefetch.index.records import (
 )
 from bootseer.settings.config import Settings
 from bootseer.store import Store
-from bootseer.transfer.even_chunks import chunks_of
+from bootseer.transfer.ranges import chunks_of
 
 _PREFIX = re.compile(r"(?:sha256:)?([0-9a-f]{6,64})")
 _QUOTED_BYTES_MAX = 240

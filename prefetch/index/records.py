@@ -20,7 +20,7 @@ from bootseer.base.documents import (
     Sha256,
     Text,
 )
-from bootseer.transfer.even_chunks import ChunkDigests
+from bootseer.transfer.ranges import ChunkDigests
 
 RECORD_BYTES_MAX = 64 * 2**20
 INDEX_BYTES_MAX = 2**30

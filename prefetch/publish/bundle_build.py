@@ -37,7 +37,7 @@ from bootseer.prefetch.record.trace import Trace
 from bootseer.settings.config import Settings
 from bootseer.store import Store
 from bootseer.store.objects.lease import LeaseRenewal
-from bootseer.transfer.even_chunks import digests_of
+from bootseer.transfer.ranges import digests_of
 
 _log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from bootseer.prefetch.index.merge import LayerTree, merge_layers
 from bootseer.prefetch.index.records import ImageLayer, ImageRecord, LayerRecord
 from bootseer.prefetch.sources.model import ImageSource, Layer
 from bootseer.store import Lease, Store
-from bootseer.transfer.even_chunks import digests_of
+from bootseer.transfer.ranges import digests_of
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from bootseer.errors import BootseerError, DeadlineError
-from bootseer.transfer.fetch_statistics import percentile
+from bootseer.transfer.chunks import percentile
 
 BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the histogram of waits."""

@@ -12,7 +12,7 @@ from bootseer.base.exposition import render as render_families
 from bootseer.prefetch.bundle.accuracy import BundleAccuracy
 from bootseer.prefetch.bundle.replay import BundleReplay
 from bootseer.prefetch.reading.faults import BUCKETS_S, FaultFigures, SourceFigures
-from bootseer.transfer.fetch_statistics import FetchStatistics
+from bootseer.transfer.chunks import FetchStatistics
 
 
 class PrefetchFigures(Struct, frozen=True):

@@ -22,9 +22,8 @@ from bootseer.errors import (
 from bootseer.registry.client import RegistryClient, open_registry_client
 from bootseer.registry.documents import INDEX_TYPE, MANIFEST_TYPE, digest_of, this_architecture
 from bootseer.registry.reference import parse_reference
-from bootseer.store import Store, open_store
-from bootseer.store.oci import object_list as oci_list
-from bootseer.store.oci.objects import ARTIFACT_TYPE, decode_object, encode_object, objects_by_key
+from bootseer.store import Store, oci, open_store
+from bootseer.store.oci import ARTIFACT_TYPE, decode_object, encode_object, objects_by_key
 from testbed.servers.faulty_relay import Fault, FaultyRelay, ReferrersRelay
 from testbed.servers.registry import Registry
 from testbed.waiting import TIMEOUT_S, wait_for
@@ -58,7 +57,7 @@ def test_another_node_finds_what_was_published(image: str, monkeypatch: pytest.M
     with beside(image) as first, beside(image) as second:
         assert not second.exists("images/x.json")
         assert first.publish("images/x.json", b"one")
-        monkeypatch.setattr(oci_list, "FRESH_S", 0.0)
+        monkeypatch.setattr(oci, "FRESH_S", 0.0)
         assert second.read("images/x.json") == b"one"
         assert [info.path for info in second.list()] == ["images/x.json"]
 
@@ -66,20 +65,20 @@ def test_another_node_finds_what_was_published(image: str, monkeypatch: pytest.M
 def test_a_replaced_object_is_seen_after_a_while(
     image: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(oci_list, "FRESH_S", 3600.0)
+    monkeypatch.setattr(oci, "FRESH_S", 3600.0)
     with beside(image) as first, beside(image) as second:
         first.publish("hot/x.json", b"one")
         assert second.read("hot/x.json") == b"one"
         first.publish("hot/x.json", b"two", replace=True)
         assert second.read("hot/x.json") == b"one"
-        monkeypatch.setattr(oci_list, "FRESH_S", 0.0)
+        monkeypatch.setattr(oci, "FRESH_S", 0.0)
         assert second.read("hot/x.json") == b"two"
 
 
 def test_opening_takes_a_handful_of_requests(
     image: str, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(oci_list, "FRESH_S", 3600.0)
+    monkeypatch.setattr(oci, "FRESH_S", 3600.0)
     with beside(image) as store:
         for number in range(25):
             store.publish(f"layers/{number}", b"%d" % number)
@@ -94,7 +93,7 @@ def test_opening_takes_a_handful_of_requests(
 def test_a_layers_blob_is_not_looked_up_again(
     image: str, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(oci_list, "FRESH_S", 0.0)
+    monkeypatch.setattr(oci, "FRESH_S", 0.0)
     data = b"x" * 10_000
     key = f"blobs/{digest_of(data).replace(':', '/')}"
     with FaultyRelay(registry.host) as relay, beside(image, relay) as store:
@@ -121,7 +120,7 @@ def test_with_the_referrers_api(
             assert lease is not None
             assert store.lease("leases/x", ttl_s=30, owner="you") is None
             lease.release()
-        monkeypatch.setattr(oci_list, "FRESH_S", 0.0)
+        monkeypatch.setattr(oci, "FRESH_S", 0.0)
         again = store.lease("leases/x", ttl_s=30, owner="you")
         assert again is not None
         again.release()
@@ -383,7 +382,7 @@ def test_the_manifest_of_an_object_is_as_documented() -> None:
 def test_who_looks_does_not_wait_for_a_writer(
     image: str, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(oci_list, "FRESH_S", 0.0)
+    monkeypatch.setattr(oci, "FRESH_S", 0.0)
     _, _, name = image.partition("/")
     with FaultyRelay(registry.host) as relay:
         store = open_store(f"oci://{relay.host}/{name}", deadline_s=240)

@@ -3,7 +3,7 @@
 import pytest
 
 from bootseer.base.content_digest import content_digest
-from bootseer.transfer.even_chunks import CHUNK_BYTES, chunks_of, digests_of
+from bootseer.transfer.ranges import CHUNK_BYTES, chunks_of, digests_of
 
 
 @pytest.mark.parametrize("size", [1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES - 1])

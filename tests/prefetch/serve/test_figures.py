@@ -19,7 +19,7 @@ from bootseer.prefetch.serve.figures import (
     status_of,
 )
 from bootseer.served.figures_file import FiguresFile, file_name
-from bootseer.transfer.fetch_statistics import Recorder, percentile
+from bootseer.transfer.chunks import Recorder, percentile
 
 
 def figures_of(recorder: FaultRecorder, image: str = "train:v1") -> LaunchFigures:

@@ -1,36 +1,180 @@
-"""List of the objects that a registry has beside one image, with additions and removals.
+"""Backend for the objects beside an image: `oci://HOST/REPOSITORY@sha256:DIGEST`, or `:TAG`.
 
-The registry's answer is cached for `FRESH_S`, objects whose key contains their digest for ever.
-Writers on different nodes are not excluded from each other; they agree by the order of their
-requests. Thread-safe: writers of a process wait for each other, readers wait for no writer.
+An object appears whole, with its manifest. Exclusive creation is decided afterwards: of several
+writers of one key, the first by their clocks keeps the key and the others withdraw. On a registry
+without the referrers API a writer may go unnoticed. So two nodes may hold one lease: they do the
+same work twice, and publish the same result. Format: docs/format/oci.md. Thread-safe.
 """
 
+import hashlib
+import json
 import logging
+import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
 
+from msgspec import Struct
+
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
     InvalidInputError,
     NotFoundError,
     UnavailableError,
+    UnsupportedError,
+    from_oserror,
 )
-from bootseer.registry.client import RegistryClient
+from bootseer.registry.client import RegistryClient, open_registry_client
 from bootseer.registry.documents import MANIFEST_TYPE, digest_of
-from bootseer.registry.reference import Reference
-from bootseer.store.oci.objects import (
-    ARTIFACT_TYPE,
-    EMPTY,
-    OciObject,
-    encode_object,
-    objects_by_key,
-)
+from bootseer.registry.reference import Reference, parse_reference
+from bootseer.settings.config import load_settings
+from bootseer.store.backend import Backend, FileInfo, Space, Traits
+from bootseer.store.paths import PathMixin, check_range, split_path
+from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
+from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.policy import SOON, dice, fresh_copy
 
 _log = logging.getLogger(__name__)
+
+# ---- artifacts -----------------------------------------------------------------------------------
+
+# An object is a blob in the image's repository and a small manifest. The manifest refers to the
+# image (`subject`), and its annotations contain the object's key. Registries copy annotations into
+# the list of an image's referrers, so that one list shows all keys. Malformed entries of a list are
+# ignored.
+
+ARTIFACT_TYPE = "application/vnd.bootseer.store.v1"
+OBJECT_TYPE = "application/vnd.bootseer.object.v1"
+EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
+EMPTY = b"{}"
+"""Configuration of an artifact without one (image specification, "Guidance for an Empty
+Descriptor")."""
+
+_KEY = "org.bootseer.key"
+_DIGEST = "org.bootseer.digest"
+_SIZE = "org.bootseer.size"
+_WRITTEN = "org.bootseer.written_ns"
+_REPLACES = "org.bootseer.replaces"
+_SHA256 = re.compile("sha256:[0-9a-f]{64}")
+_NUMBER = re.compile("[0-9]{1,19}")
+
+
+class OciObject(Struct, frozen=True):
+    """Object of a store: its key, its blob and its manifest."""
+
+    key: str
+    digest: str
+    size_bytes: int
+    written_ns: int
+    """Time of the write by the writer's clock."""
+    replaces: bool
+    """Whether the object was written to replace an existing one, not to be the first."""
+    manifest_digest: str
+
+    @property
+    def is_immutable(self) -> bool:
+        """Whether the key contains the object's digest, so that the object can never change."""
+        return self.digest.partition(":")[2] in self.key
+
+    @property
+    def order(self) -> tuple[bool, int, str]:
+        """Rank among the objects of one key; the greatest is the valid one.
+
+        That is the newest replacement, or without replacements the oldest object, so that writers
+        and readers agree on the first writer.
+        """
+        age = self.written_ns if self.replaces else -self.written_ns
+        return (self.replaces, age, self.manifest_digest)
+
+
+def encode_object(
+    key: str,
+    digest: str,
+    size_bytes: int,
+    written_ns: int,
+    subject: Mapping[str, Any],
+    *,
+    replaces: bool = False,
+) -> tuple[bytes, dict[str, Any]]:
+    """Return the manifest of an object, and the descriptor by which lists of referrers name it."""
+    annotations = {
+        _KEY: key,
+        _DIGEST: digest,
+        _SIZE: str(size_bytes),
+        _WRITTEN: str(written_ns),
+        "org.opencontainers.image.created": _rfc3339(written_ns),
+    }
+    if replaces:
+        annotations[_REPLACES] = "true"
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "artifactType": ARTIFACT_TYPE,
+        "config": {"mediaType": EMPTY_TYPE, "digest": digest_of(EMPTY), "size": len(EMPTY)},
+        "layers": [{"mediaType": OBJECT_TYPE, "digest": digest, "size": size_bytes}],
+        "subject": dict(subject),
+        "annotations": annotations,
+    }
+    data = json.dumps(manifest, sort_keys=True).encode()
+    descriptor = {
+        "mediaType": MANIFEST_TYPE,
+        "digest": digest_of(data),
+        "size": len(data),
+        "artifactType": ARTIFACT_TYPE,
+        "annotations": annotations,
+    }
+    return data, descriptor
+
+
+def _rfc3339(time_ns: int) -> str:
+    return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def decode_object(descriptor: Mapping[str, Any]) -> OciObject | None:
+    """Return the object of a descriptor in a list of referrers; None for other descriptors."""
+    annotations = descriptor.get("annotations")
+    manifest_digest = descriptor.get("digest")
+    if not isinstance(annotations, dict) or not isinstance(manifest_digest, str):
+        return None
+    if descriptor.get("artifactType") != ARTIFACT_TYPE:
+        return None
+    names = (_KEY, _DIGEST, _SIZE, _WRITTEN)
+    values = [value for name in names if isinstance(value := annotations.get(name), str)]
+    if len(values) < len(names):
+        return None
+    key, digest, size, written = values
+    if not (_SHA256.fullmatch(digest) and _SHA256.fullmatch(manifest_digest)):
+        return None
+    if not (_NUMBER.fullmatch(size) and _NUMBER.fullmatch(written)):
+        return None
+    try:
+        if not split_path(key):
+            return None
+    except InvalidInputError:
+        return None
+    replaces = annotations.get(_REPLACES) == "true"
+    return OciObject(key, digest, int(size), int(written), replaces, manifest_digest)
+
+
+def objects_by_key(descriptors: Iterable[Any]) -> dict[str, list[OciObject]]:
+    """Return the objects in a list of referrers by key, the valid one of each key last."""
+    found: dict[str, list[OciObject]] = {}
+    for descriptor in descriptors:
+        stored = decode_object(descriptor) if isinstance(descriptor, dict) else None
+        if stored is not None:
+            found.setdefault(stored.key, []).append(stored)
+    for versions in found.values():
+        versions.sort(key=lambda stored: stored.order)
+    return found
+
+
+# ---- list of objects -----------------------------------------------------------------------------
 
 FRESH_S = 1.0
 """Largest age of a cached answer: less than the tolerance of leases, and short beside the interval
@@ -42,7 +186,12 @@ written it back without the object."""
 
 
 class ObjectList:
-    """Objects beside one image."""
+    """List of the objects beside one image, with additions and removals.
+
+    The registry's answer is cached for `FRESH_S`, objects whose key contains their digest for ever.
+    Writers on different nodes are not excluded from each other; they agree by the order of their
+    requests. Thread-safe: writers of a process wait for each other, readers wait for no writer.
+    """
 
     def __init__(self, client: RegistryClient, reference: Reference, url: str) -> None:
         """Prepare the list without a request; `url` is the store's, for messages."""
@@ -296,3 +445,142 @@ def _describe_subject(client: RegistryClient, reference: Reference) -> Mapping[s
         "digest": document.digest,
         "size": len(document.data),
     }
+
+
+# ---- backend -------------------------------------------------------------------------------------
+
+PREFIX = "oci://"
+_PIECE_BYTES = 4 << 20
+
+
+class OciBackend(PathMixin, Backend):
+    """Objects beside one image."""
+
+    traits = Traits()
+
+    def __init__(self, url: str, deadline_s: float | None = None) -> None:
+        settings = load_settings()
+        reference = parse_reference(url.removeprefix(PREFIX))
+        self.url = f"{PREFIX}{reference}"
+        self._client = open_registry_client(
+            reference,
+            hosts_dir=settings.registry_hosts_dir,
+            deadline_s=deadline_s or settings.deadline_s,
+            wait_budget=WAIT_BUDGET,
+        )
+        self._listed = ObjectList(self._client, reference, self.url)
+
+    def stat(self, path: str) -> FileInfo:
+        split_path(path)
+        stored = self._listed.find(path)
+        if stored is not None:
+            return _info(stored)
+        if not path or any(key.startswith(f"{path}/") for key in self._listed.known()):
+            return FileInfo(path, 0, 0, True)
+        raise NotFoundError(f"cannot look at {self._name(path)}: it does not exist")
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        stored = self._stored(path, offset, length or 0)
+        left = max(0, stored.size_bytes - offset)
+        file = self._client.file(stored.digest, stored.size_bytes)
+        return file.read(offset, left if length is None else min(length, left))
+
+    def _stored(self, path: str, offset: int, length: int = 0) -> OciObject:
+        """Return the object at `path`, after checking the range. Raises: as `read`."""
+        split_path(path)
+        check_range(offset, length)
+        stored = self._listed.find(path)
+        if stored is None:
+            if any(key.startswith(f"{path}/") for key in self._listed.known()):
+                raise InvalidInputError(f"cannot read {self._name(path)}: it is a folder")
+            raise NotFoundError(f"cannot read {self._name(path)}: it does not exist")
+        return stored
+
+    def read_into(
+        self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
+    ) -> int:
+        if attempt is None:
+            data = self.read(path, offset, len(buffer))
+            buffer[: len(data)] = data
+            return len(data)
+        stored = self._stored(path, offset)
+        file = self._client.file(stored.digest, stored.size_bytes)
+        return file.read_into(offset, buffer, attempt)
+
+    def create(self, path: str, *, overwrite: bool = False) -> SpoolingWriter:
+        self._names_of_file(path)
+        if not overwrite and self._listed.find(path) is not None:
+            raise AlreadyExistsError(f"cannot create {self._name(path)}: it exists already")
+        self._check_folders(path.split("/")[:-1])
+        return SpoolingWriter(partial(self._put, path, overwrite), self._name(path))
+
+    def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
+        self._names_of_file(source)
+        self._names_of_file(target)
+        stored = self._listed.find(source)
+        if stored is None:
+            if self.stat(source).is_dir:
+                raise UnsupportedError(f"{self.url} cannot rename a folder in one step")
+            raise NotFoundError(f"cannot rename {self._name(source)}: it does not exist")
+        if source != target:
+            self._listed.add(target, stored.digest, stored.size_bytes, overwrite=overwrite)
+            self.delete(source)
+
+    def list(self, path: str) -> Iterator[FileInfo]:
+        split_path(path)
+        prefix = f"{path}/" if path else ""
+        found: dict[str, FileInfo] = {}
+        objects = self._listed.fresh()
+        if path in objects:
+            raise NotFoundError(f"cannot list {self._name(path)}: it is no folder")
+        for key, stored in objects.items():
+            if key.startswith(prefix):
+                name, slash, _ = key[len(prefix) :].partition("/")
+                full = prefix + name
+                found[full] = FileInfo(full, 0, 0, True) if slash else _info(stored)
+        if not found and path:
+            raise NotFoundError(f"cannot list {self._name(path)}: it does not exist")
+        return iter(sorted(found.values(), key=lambda info: info.path))
+
+    def mkdir(self, path: str) -> None:
+        """Check the path; nothing is created, since a folder exists while an object is in it."""
+        self._check_folders(split_path(path))
+
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        self._names_of_file(path)
+        self._listed.remove(path, recursive=recursive)
+
+    def space(self) -> Space | None:
+        """Return None: a registry does not tell its capacity."""
+        return None
+
+    def close(self) -> None:
+        """Check that published objects are still listed, and close all connections. Idempotent."""
+        self._listed.settle()
+        self._client.close()
+
+    def _check_folders(self, names: Sequence[str]) -> None:
+        known = self._listed.known()
+        for count in range(1, len(names) + 1):
+            path = "/".join(names[:count])
+            if path in known:
+                raise InvalidInputError(f"{self._name(path)} is no folder")
+
+    def _put(self, path: str, overwrite: bool, spool: IO[bytes], size_bytes: int) -> None:
+        sha = hashlib.sha256()
+        try:
+            while piece := spool.read(_PIECE_BYTES):
+                sha.update(piece)
+            spool.seek(0)
+            # A large spool is a file without a name, which can be reopened through its descriptor.
+            small = size_bytes <= SPOOL_BYTES
+            data = spool.read() if small else Path(f"/proc/self/fd/{spool.fileno()}")
+        except OSError as error:
+            raise from_oserror(error, f"write {self._name(path)}") from error
+        digest = f"sha256:{sha.hexdigest()}"
+        self._client.push_blob(digest, data)
+        self._listed.add(path, digest, size_bytes, overwrite=overwrite)
+
+
+def _info(stored: OciObject) -> FileInfo:
+    return FileInfo(stored.key, stored.size_bytes, stored.written_ns, False)

@@ -1,1 +1,0 @@
-"""Backend for a store beside an image in a registry (`oci://`)."""
