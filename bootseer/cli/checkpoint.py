@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from bootseer.base.redact import public_url
 from bootseer.cli.command_tree import command, current_settings
-from bootseer.cli.options import Age, Octal, Seconds, Size, options
+from bootseer.cli.options import AGE, OCTAL, SIZE, Seconds, options
 from bootseer.cli.show import document_of, emit_records, emit_table, shows
 from bootseer.cli.text import (
     human_bytes,
@@ -46,9 +46,7 @@ _READS_AT_ONCE = 16
 _FILES_AT_ONCE = 4
 
 form_options = options(
-    click.option(
-        "--stripe-unit", type=Size(), metavar="SIZE", help="Bytes per stripe unit (4MiB)."
-    ),
+    click.option("--stripe-unit", type=SIZE, metavar="SIZE", help="Bytes per stripe unit (4MiB)."),
     click.option("--stripe-count", type=int, metavar="N", help="Number of parts of a file (8)."),
     click.option(
         "--layout",
@@ -527,7 +525,7 @@ def _show_checked(done: CheckedTree) -> None:
 @click.option(
     "--age",
     "age_s",
-    type=Age(),
+    type=AGE,
     default="24h",
     show_default=True,
     metavar="TIME",
@@ -728,7 +726,7 @@ def _show_mounted(done: NewCheckpointMount) -> None:
 @click.option("--read-only", is_flag=True, help="Refuse every change.")
 @click.option("--foreground", is_flag=True, help="Serve in this process until interrupted.")
 @form_options
-@click.option("--memory", type=Size(), metavar="SIZE", help="Memory limit of the mount.")
+@click.option("--memory", type=SIZE, metavar="SIZE", help="Memory limit of the mount.")
 @click.option(
     "--deadline",
     type=Seconds(1, 86400),
@@ -738,9 +736,7 @@ def _show_mounted(done: NewCheckpointMount) -> None:
 @click.option("--allow-other", is_flag=True, help="Allow access by other users.")
 @click.option("--uid", type=click.IntRange(0, _ID_MAX), metavar="N", help="Owner of all files.")
 @click.option("--gid", type=click.IntRange(0, _ID_MAX), metavar="N", help="Group of all files.")
-@click.option(
-    "--umask", type=Octal(), metavar="MODE", help="Permission bits that no file has (022)."
-)
+@click.option("--umask", type=OCTAL, metavar="MODE", help="Permission bits that no file has (022).")
 @click.option(
     "--lifetime-pid",
     type=click.IntRange(1, 2**22),

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from bootseer.base.display import display_path
 from bootseer.cli.command_tree import command, current_settings
-from bootseer.cli.options import Age, FiniteRange, open_current_store
+from bootseer.cli.options import AGE, FiniteRange, open_current_store
 from bootseer.cli.show import emit_records, shows
 from bootseer.cli.text import human_bytes, say
 
@@ -132,7 +132,7 @@ def _show(found: Collection) -> None:
     "--age",
     "grace_s",
     metavar="TIME",
-    type=Age(),
+    type=AGE,
     default="24h",
     show_default=True,
     help="Keep younger objects: a record that needs them may not be published yet.",

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from bootseer.blob.tree import Tree
 from bootseer.cli.command_tree import command, current_settings, settings_without_fanout
-from bootseer.cli.options import Size, open_current_store
+from bootseer.cli.options import SIZE, open_current_store
 from bootseer.cli.show import document_of, emit_records, emit_table, shows
 from bootseer.cli.text import human_bytes, human_time, printable, tell
 from bootseer.errors import EXIT_OK, InvalidInputError, NotFoundError
@@ -471,7 +471,7 @@ def _show_cache(found: ImageCache) -> None:
 @click.option(
     "--trim",
     "trim_bytes",
-    type=Size(),
+    type=SIZE,
     metavar="SIZE",
     help="First remove the least recently used contents, until the rest is within SIZE.",
 )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -15,6 +15,7 @@ from bootseer.settings.values import parse_age, parse_duration, parse_size
 if TYPE_CHECKING:
     from bootseer.store import Store
 
+T = TypeVar("T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -52,46 +53,37 @@ class Seconds(FiniteRange):
         return float(super().convert(number, param, ctx))
 
 
-class Age(click.ParamType[float]):
-    """Age in seconds, written as "7d"."""
+class _Parsed(click.ParamType[T]):
+    """Value that a function reads from text."""
 
-    name = "age"
+    def __init__(self, name: str, parse: Callable[[str], T]) -> None:
+        """`parse`: returns the value of a text. Raises: InvalidInputError."""
+        self.name = name
+        self._parse = parse
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> T:
         try:
-            return value if isinstance(value, float) else parse_age(str(value))
+            return self._parse(value) if isinstance(value, str) else cast(T, value)
         except InvalidInputError as error:
             self.fail(str(error), param, ctx)
 
 
-class Size(click.ParamType[int]):
-    """Number of bytes, written as "512MiB"."""
+def _octal(text: str) -> int:
+    try:
+        bits = int(text, 8)
+    except ValueError:
+        bits = -1
+    if not 0 <= bits <= 0o777:
+        raise InvalidInputError(f"{text!r} is no octal number from 0 to 777.")
+    return bits
 
-    name = "size"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        return value if isinstance(value, int) else parse_size(str(value))
-
-
-class Octal(click.ParamType[int]):
-    """Permission bits, written as "022"."""
-
-    name = "mode"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        try:
-            bits = value if isinstance(value, int) else int(str(value), 8)
-        except ValueError:
-            bits = -1
-        if not 0 <= bits <= 0o777:
-            self.fail(f"{value!r} is no octal number from 0 to 777.", param, ctx)
-        return bits
+AGE = _Parsed("age", parse_age)
+"""Age in seconds, written as "7d"."""
+SIZE = _Parsed("size", parse_size)
+"""Number of bytes, written as "512MiB"."""
+OCTAL = _Parsed("mode", _octal)
+"""Permission bits, written as "022"."""
 
 
 def options(*group: Callable[[_F], _F]) -> Callable[[_F], _F]:

@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.cli.command_tree import WrappingCommand, command, current_settings
-from bootseer.cli.options import Size, open_current_store
+from bootseer.cli.options import SIZE, open_current_store
 from bootseer.cli.show import document_of, emit_records, shows
 from bootseer.cli.text import human_bytes, say, tell
 from bootseer.errors import BootseerError, InvalidInputError
@@ -116,7 +116,7 @@ def _show(found: WarmedDirectory | ShownRecord) -> None:
 )
 @click.option(
     "--memory",
-    type=Size(),
+    type=SIZE,
     metavar="SIZE",
     help="Limit for the bytes that are read (half of the available memory).",
 )

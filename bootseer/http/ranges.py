@@ -363,10 +363,7 @@ class RangedStream(io.RawIOBase):
         if not self._is_second:
             if part is not None:
                 part.blame()
-            pause_s = self._attempts.pause_s(error)
-            if pause_s is None:
-                raise error
-            time.sleep(pause_s)
+            self._attempts.wait(error)
 
     def _drop_range(self) -> RangeResponse | None:
         part, self._range = self._range, None

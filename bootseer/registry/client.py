@@ -321,11 +321,8 @@ class RegistryClient(Closing):
             try:
                 return self._ask_each(capability, function)
             except BootseerError as error:
-                pause_s = attempts.pause_s(error)
-                if pause_s is None:
-                    raise
-                _log.info("attempt %d: %s", attempts.failures_count, error)
-                time.sleep(pause_s)
+                _log.info("attempt %d: %s", attempts.failures_count + 1, error)
+                attempts.wait(error)
 
     def _ask_each(
         self,

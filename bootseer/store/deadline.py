@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 from bootseer.base.wait_budget import WAIT_BUDGET
-from bootseer.errors import DeadlineError, UnavailableError
+from bootseer.errors import BootseerError, DeadlineError, UnavailableError
 
 if TYPE_CHECKING:
     import queue
@@ -31,10 +31,6 @@ extended by its size over this rate."""
 _ON_WAIT_EVERY_S = 5.0
 # More than the parallel calls of any of our plans; a call that hangs keeps one thread.
 _THREADS_MAX = 128
-
-
-class NoAnswerError(DeadlineError):
-    """Raised when a caller stopped waiting at the deadline; the call itself may still run."""
 
 
 class Call(Generic[Result]):
@@ -119,19 +115,29 @@ class DeadlineCaller:
         self,
         function: Callable[[Call[Result]], Result],
         timeout_s: float,
+        what: str = "",
+        *,
+        hint: str = "",
+        failure: type[BootseerError] = DeadlineError,
         on_wait: Callable[[], None] | None = None,
     ) -> Result:
         """Run `function` in a helper thread; return its result or raise its exception.
 
-        While it runs, `on_wait` is called every few seconds in the caller's thread.
+        Args:
+            function: Function that takes its `Call`.
+            timeout_s: Longest time without progress; noticed after at most twice that time.
+            what: Verb and object of the call, for the message of `failure`.
+            hint: Text behind that message.
+            failure: Class of the error if the call made no progress for `timeout_s`, or if no
+                helper was free for as long. The call itself may still run.
+            on_wait: Called every few seconds in the caller's thread.
 
-        Raises: NoAnswerError if it made no progress for `timeout_s` (noticed after at most twice
-        that time), or if no helper was free for as long; UnavailableError if no helper can be
-        started.
+        Raises: `failure`; UnavailableError if no helper can be started.
         """
+        no_answer = f"cannot {what}: no answer within" if what else "no answer within"
         timeout_s = min(timeout_s, WAIT_BUDGET.left_s)
         if timeout_s <= 0:
-            raise NoAnswerError(f"no answer within {WAIT_BUDGET.limit_s:g} s, in earlier calls")
+            raise failure(f"{no_answer} {WAIT_BUDGET.limit_s:g} s, in earlier calls{hint}")
         began_s = time.monotonic()
         call: Call[Result] = Call(function)
         self._find_helper()
@@ -145,7 +151,7 @@ class DeadlineCaller:
             self._abandon(call)
             WAIT_BUDGET.spend(time.monotonic() - began_s)
             shown_s = round(timeout_s, 1) if timeout_s >= 1 else timeout_s
-            raise NoAnswerError(f"no answer within {shown_s:g} s")
+            raise failure(f"{no_answer} {shown_s:g} s{hint}")
         try:
             return call.result()
         except (DeadlineError, UnavailableError):

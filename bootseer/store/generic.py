@@ -23,7 +23,6 @@ from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
     BusyError,
-    DeadlineError,
     InvalidInputError,
     NotFoundError,
     PermissionDeniedError,
@@ -37,7 +36,6 @@ from bootseer.store.deadline import (
     SLOWEST_BYTES_PER_S,
     Call,
     DeadlineCaller,
-    NoAnswerError,
 )
 from bootseer.store.paths import PathMixin, check_range, split_path, split_scheme
 from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
@@ -99,7 +97,9 @@ class FsspecBackend(PathMixin, Backend):
         opened = self._opened
         if opened is None:
             try:
-                opened = self._caller.run(lambda _: self._url_to_fs(), self._deadline_s)
+                opened = self._caller.run(
+                    lambda _: self._url_to_fs(), self._deadline_s, f"open {self.url}"
+                )
             except Exception as error:
                 raise self._not_opened(error) from error
             # Threads that open it at once get one object from fsspec, or connect twice.
@@ -111,8 +111,6 @@ class FsspecBackend(PathMixin, Backend):
         what = f"open {self.url}"
         if isinstance(error, BootseerError):
             return error
-        if isinstance(error, NoAnswerError):
-            return DeadlineError(f"cannot {what}: {error}")
         if isinstance(error, OSError) and error.errno and error.errno > 0:
             return from_oserror(error, what)
         reason = redact(str(error)) or type(error).__name__
@@ -139,11 +137,8 @@ class FsspecBackend(PathMixin, Backend):
 
         if self._is_memory:
             return guarded(Call(guarded))
-        try:
-            result: Result = self._caller.run(guarded, self._deadline_s + more_s)
-            return result
-        except NoAnswerError as error:
-            raise DeadlineError(f"cannot {what}: {error}") from error
+        result: Result = self._caller.run(guarded, self._deadline_s + more_s, what)
+        return result
 
     def stat(self, path: str) -> FileInfo:
         full = self._full(path)

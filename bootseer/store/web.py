@@ -15,8 +15,7 @@ import base64
 import html
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn, TypeVar
 from urllib.parse import quote, unquote, urljoin, urlsplit
@@ -116,18 +115,6 @@ class WebBackend(PathMixin, Backend):
         response.close()
         raise _refusal(response, what)
 
-    def _again(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work`, calling it again after a transient failure."""
-        attempts = Attempts(REQUEST, self._deadline_s)
-        while True:
-            try:
-                return work()
-            except BootseerError as error:
-                pause_s = attempts.pause_s(error)
-                if pause_s is None:
-                    raise
-                time.sleep(pause_s)
-
     # ---- reading ------------------------------------------------------------------------------
 
     def stat(self, path: str) -> FileInfo:
@@ -145,7 +132,7 @@ class WebBackend(PathMixin, Backend):
                     )
                 return FileInfo(path, found.total_bytes, 0, False)
 
-        return self._again(ask)
+        return Attempts(REQUEST, self._deadline_s).repeat(ask)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         check_range(offset, length)
@@ -160,7 +147,7 @@ class WebBackend(PathMixin, Backend):
             with self._get("read", path, offset, end) as found:
                 return b"".join(iter(lambda: found.read(_PIECE_BYTES), b""))
 
-        return self._again(read)
+        return Attempts(REQUEST, self._deadline_s).repeat(read)
 
     def read_into(
         self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
@@ -188,7 +175,7 @@ class WebBackend(PathMixin, Backend):
             with self._open("GET", "list", path, {}, is_folder=True) as response:
                 return response.url, response.read_all(_PAGE_BYTES_MAX, self._deadline_s)
 
-        url, page = self._again(ask)
+        url, page = Attempts(REQUEST, self._deadline_s).repeat(ask)
         prefix = f"{path}/" if path else ""
         names = names_in(page.decode(errors="replace"), url)
         found = [FileInfo(prefix + name, 0, 0, True) for name, is_dir in names.items() if is_dir]

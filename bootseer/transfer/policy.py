@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -22,6 +23,8 @@ from bootseer.errors import (
     UnavailableError,
     from_oserror,
 )
+
+Result = TypeVar("Result")
 
 # Errors of a network file system below a file:// store while a server restarts.
 _TRANSIENT_ERRNOS = frozenset(
@@ -160,6 +163,26 @@ class Attempts:
         """Return the wait after an attempt that failed with `error`; None if it was the last."""
         self.failures_count += 1
         return self._policy.pause_s(error, self.failures_count, self.left_s, self._dice())
+
+    def wait(self, error: BaseException) -> None:
+        """Sleep until the next attempt, after one that failed with `error`.
+
+        Raises: `error` if it was the last.
+        """
+        pause_s = self.pause_s(error)
+        if pause_s is None:
+            raise error
+        time.sleep(pause_s)
+
+    def repeat(
+        self, work: Callable[[], Result], failure: type[BootseerError] = BootseerError
+    ) -> Result:
+        """Return the result of `work`, which is called again after each `failure` worth it."""
+        while True:
+            try:
+                return work()
+            except failure as error:
+                self.wait(error)
 
 
 def as_bootseer_error(error: BaseException, what: str) -> BootseerError:

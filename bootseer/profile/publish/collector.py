@@ -154,16 +154,12 @@ def _post(transport: Transport, endpoint: Endpoint, body: bytes, attempts: Attem
 
         body = gzip.compress(body, 6, mtime=0)
         headers["Content-Encoding"] = "gzip"
-    while True:
-        try:
-            with transport.request("POST", endpoint.url, headers, body) as response:
-                _check(response)
-            return
-        except BootseerError as error:
-            pause_s = attempts.pause_s(error)
-            if pause_s is None:
-                raise
-            time.sleep(pause_s)
+
+    def send() -> None:
+        with transport.request("POST", endpoint.url, headers, body) as response:
+            _check(response)
+
+    attempts.repeat(send)
 
 
 def _check(response: Response) -> None:

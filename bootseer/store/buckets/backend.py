@@ -14,6 +14,7 @@ deadline. Thread-safe. A process forked from one that has used a bucket cannot u
 the threads of obstore stayed in the parent: its calls are refused at once.
 """
 
+import math
 import os
 import queue
 import threading
@@ -52,11 +53,10 @@ from bootseer.store.deadline import (
     SLOWEST_BYTES_PER_S,
     Call,
     DeadlineCaller,
-    NoAnswerError,
 )
 from bootseer.store.paths import PathMixin, check_deadline, check_range, split_path
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.pace import FLOOR_BYTES_PER_S, STALL_S, ByteProgress, floor_bytes_per_s
+from bootseer.transfer.pace import STALL_S, ByteProgress, floor_bytes_per_s
 from bootseer.transfer.policy import REQUEST, Attempts
 
 Result = TypeVar("Result")
@@ -188,17 +188,13 @@ class BucketBackend(PathMixin, Backend):
                     with translated_errors(what, bucket):
                         return work(store, key, call)
                 except BootseerError as error:
-                    pause_s = left.pause_s(error) if attempts else None
-                    if pause_s is None or call.abandoned:
+                    if not attempts or call.abandoned:
                         raise
-                    time.sleep(pause_s)
+                    left.wait(error)
 
-        try:
-            result: Result = self._caller.run(guarded, limit_s)
-            self._known_buckets.add(bucket)
-            return result
-        except NoAnswerError as error:
-            raise DeadlineError(f"cannot {what}: {error}") from error
+        result: Result = self._caller.run(guarded, limit_s, what)
+        self._known_buckets.add(bucket)
+        return result
 
     # ---- names and attributes -----------------------------------------------------------------
 
@@ -289,23 +285,14 @@ class BucketBackend(PathMixin, Backend):
         if length == 0:
             self.stat(path)
             return b""
-        left = Attempts(REQUEST, self._deadline_s)
-        while True:
+
+        def read() -> bytes:
+            # One request for all of it, so that all bytes belong to the same version.
             pieces: list[bytes] = []
+            self._get_range(path, offset, length, lambda data: pieces.append(bytes(data)))
+            return b"".join(pieces)
 
-            def keep(data: memoryview, pieces: "list[bytes]" = pieces) -> bool:
-                pieces.append(bytes(data))
-                return True
-
-            try:
-                # One request for all of it, so that all bytes belong to the same version.
-                self._get_range(path, offset, length, keep)
-                return b"".join(pieces)
-            except UnavailableError as error:
-                pause_s = left.pause_s(error)
-                if pause_s is None:
-                    raise
-                time.sleep(pause_s)
+        return Attempts(REQUEST, self._deadline_s).repeat(read, UnavailableError)
 
     def read_into(
         self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
@@ -320,9 +307,9 @@ class BucketBackend(PathMixin, Backend):
         def put(data: memoryview) -> bool:
             nonlocal done
             if not reader.put(done, buffer, data[: len(buffer) - done]):
-                return False
+                return True
             done = reader.done_bytes
-            return done < len(buffer)
+            return done == len(buffer)
 
         try:
             self._get_range(path, offset, len(buffer), put)
@@ -333,9 +320,9 @@ class BucketBackend(PathMixin, Backend):
         return done
 
     def _get_range(
-        self, path: str, offset: int, length: int | None, take: Callable[[memoryview], bool]
+        self, path: str, offset: int, length: int | None, take: Callable[[memoryview], object]
     ) -> None:
-        """Send one GET and pass its bytes to `take` as they arrive, until it returns False.
+        """Send one GET and pass its bytes to `take` as they arrive, until it returns True.
 
         Raises: BootseerError; UnavailableError if the body is silent or too slow.
         """
@@ -361,15 +348,13 @@ class BucketBackend(PathMixin, Backend):
         what = f"read {self._name(path)}"
 
         def body(call: Call[None]) -> None:
-            floor: float = FLOOR_BYTES_PER_S
-            if length is not None:
-                floor = floor_bytes_per_s(length, self._deadline_s)
+            floor = floor_bytes_per_s(math.inf if length is None else length, self._deadline_s)
             progress, came = ByteProgress(time.monotonic(), floor), 0
             with translated_errors(what, self._bucket(path)[2]):
                 for chunk in answer.stream(min_chunk_size=_PIECE_BYTES):
                     data = memoryview(chunk)
                     came += len(data)
-                    if call.abandoned or not take(data):
+                    if call.abandoned or take(data):
                         return
                     silent_s = progress.silent_s(came, time.monotonic())
                     if silent_s >= self._stall_s:
@@ -382,12 +367,7 @@ class BucketBackend(PathMixin, Backend):
             if came < end - start:
                 raise UnavailableError(f"cannot {what}: the connection ended early")
 
-        try:
-            self._caller.run(body, self._stall_s)
-        except NoAnswerError as error:
-            raise UnavailableError(
-                f"cannot {what}: nothing came for {self._stall_s:g} s"
-            ) from error
+        self._caller.run(body, self._stall_s, what, failure=UnavailableError)
 
     # ---- writing ------------------------------------------------------------------------------
 

@@ -140,10 +140,9 @@ class Native:
                 may_repeat = is_not_serving(error.__cause__) or (
                     is_idempotent and _may_ask_again(error.__cause__, attempts.failures_count)
                 )
-                pause_s = attempts.pause_s(error) if may_repeat else None
-                if pause_s is None:
+                if not may_repeat:
                     raise
-            time.sleep(pause_s)
+                attempts.wait(error)
 
     def _run_once(
         self,
@@ -172,7 +171,7 @@ class Native:
 
         # Exceptions of the waiting thread, such as KeyboardInterrupt, are not translated.
         try:
-            return self._caller.run(translated, deadline_s, check_refusal)
+            return self._caller.run(translated, deadline_s, on_wait=check_refusal)
         except DeadlineError as error:
             check_refusal()
             if connection_error is not None:
@@ -272,10 +271,7 @@ class Native:
             f"cannot write {name}: no DataNode gave its last block within {self.deadline_s:g} s"
         )
         while not self.call(lambda client: client.recover_lease(path), "write", name):
-            pause_s = attempts.pause_s(late)
-            if pause_s is None:
-                raise late
-            time.sleep(pause_s)
+            attempts.wait(late)
 
 
 # ---- failures ------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from bootseer.store.hdfs.namenode import Address, Replica, StoredBlock
 from bootseer.store.hdfs.native import Native, leak
 from bootseer.store.paths import check_range
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.pace import FLOOR_BYTES_PER_S, ByteProgress, floor_bytes_per_s
+from bootseer.transfer.pace import ByteProgress, floor_bytes_per_s
 
 if TYPE_CHECKING:
     from hdfs_native import FileReader, FileStatus
@@ -399,9 +399,8 @@ class DataNodes:
         """Fill `views`, in which there are `length` bytes of the file. Raises: _GivenUpError."""
         start_bytes = attempt.done_bytes
         wanted_bytes = missing = sum(map(len, views))
-        floor: float = FLOOR_BYTES_PER_S
-        if length:
-            floor = floor_bytes_per_s(length, SILENCES_PER_DEADLINE * self._silence_max_s)
+        deadline_s = SILENCES_PER_DEADLINE * self._silence_max_s
+        floor = floor_bytes_per_s(length or math.inf, deadline_s)
         progress = ByteProgress(time.monotonic(), floor)
         low_water = 0
         at = 0

@@ -17,7 +17,6 @@ from typing import Any, Self, TypeVar
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
-    DeadlineError,
     InvalidInputError,
     NotFoundError,
     UnavailableError,
@@ -30,7 +29,6 @@ from bootseer.store.deadline import (
     DEFAULT_DEADLINE_S,
     Call,
     DeadlineCaller,
-    NoAnswerError,
     note_progress,
 )
 from bootseer.store.local.beneath import (
@@ -114,13 +112,13 @@ class LocalBackend(PathMixin, Backend):
         self, verb: str, path: str, work: Callable[[Call[Any]], Result], *, more_s: float = 0.0
     ) -> Result:
         """Run `work` in a helper thread; see `network.RunWithinDeadline`."""
-        try:
-            result: Result = self._caller.run(work, self.deadline_s + more_s)
-            return result
-        except NoAnswerError as error:
-            raise DeadlineError(
-                f"cannot {verb} {self._name(path)}: {error}; is the server of its file system up?"
-            ) from error
+        result: Result = self._caller.run(
+            work,
+            self.deadline_s + more_s,
+            f"{verb} {self._name(path)}",
+            hint="; is the server of its file system up?",
+        )
+        return result
 
     # ---- operations -----------------------------------------------------------------------------
 
