@@ -16,7 +16,7 @@ import zstandard
 from msgspec import Struct
 
 from bootseer.base.content_digest import content_digest
-from bootseer.blob.zstd_frame import expand
+from bootseer.blob.frames import expand
 from bootseer.errors import CorruptError, UnknownFormatError
 
 SECTOR_BYTES = 512

@@ -14,7 +14,7 @@ import zstandard
 from msgspec import Struct
 
 from bootseer.base.documents import DocumentFormat, PathBytes
-from bootseer.blob.zstd_frame import expand
+from bootseer.blob.frames import expand
 from bootseer.errors import CorruptError
 
 _DECODED_BYTES_MAX = 256 * 2**20

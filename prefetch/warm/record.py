@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from bootseer.base.documents import Count64, DocumentFormat, PathBytes
-from bootseer.blob.zstd_frame import expand
+from bootseer.blob.frames import expand
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.store import Store
 

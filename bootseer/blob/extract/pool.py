@@ -25,7 +25,7 @@ import zstandard
 
 import bootseer
 from bootseer.base.documents import from_line
-from bootseer.blob.extract import process as worker
+from bootseer.blob.extract import worker
 from bootseer.errors import UnavailableError
 from bootseer.linux import processes
 
@@ -40,8 +40,7 @@ _HIGH_FD = 64
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 FILES_MAX = _HIGH_FD - worker.FILES_FD
 _STARTER = (
-    "import sys; sys.path += sys.argv[1:]; from bootseer.blob.extract import process; "
-    "process.main()"
+    "import sys; sys.path += sys.argv[1:]; from bootseer.blob.extract import worker; worker.main()"
 )
 
 _log = logging.getLogger(__name__)
