@@ -209,12 +209,6 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def read_into(
-        self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
-    ) -> int:
-        """Fill `buffer` from `offset`, as `Reader.read_into`."""
-
-    @abstractmethod
     def create(self, path: str, *, overwrite: bool = False) -> Writer:
         """Start a new file, with missing parent folders.
 
@@ -246,14 +240,22 @@ class Backend(ABC):
         """Remove a file, an empty folder, or a tree. A missing path is no error."""
 
     @abstractmethod
-    def space(self) -> Space | None:
-        """Return the capacity, or None if the storage does not tell it."""
-
-    @abstractmethod
     def close(self) -> None:
         """Release connections and threads. Idempotent."""
 
     # ---- optional operations ------------------------------------------------------------------
+
+    def read_into(
+        self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
+    ) -> int:
+        """Fill `buffer` from `offset`, as `Reader.read_into`."""
+        data = self.read(path, offset, len(buffer))
+        (attempt or Attempt()).put(0, buffer, data)
+        return len(data)
+
+    def space(self) -> Space | None:
+        """Return the capacity, or None if the storage does not tell it."""
+        return None
 
     def open_reader(self, path: str, *, is_checked: bool = False) -> Reader:
         """Return a reader of the file at `path`.

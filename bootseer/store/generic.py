@@ -30,7 +30,7 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
-from bootseer.store.backend import Backend, FileInfo, Space, Traits
+from bootseer.store.backend import Backend, FileInfo, Traits
 from bootseer.store.deadline import (
     DEFAULT_DEADLINE_S,
     SLOWEST_BYTES_PER_S,
@@ -39,7 +39,6 @@ from bootseer.store.deadline import (
 )
 from bootseer.store.paths import PathMixin, check_range, split_path, split_scheme
 from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
-from bootseer.transfer.attempt import Attempt
 
 Result = TypeVar("Result")
 
@@ -168,13 +167,6 @@ class FsspecBackend(PathMixin, Backend):
                 break
         return b"".join(pieces)
 
-    def read_into(
-        self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
-    ) -> int:
-        data = self.read(path, offset, len(buffer))
-        (attempt or Attempt()).put(0, buffer, data)
-        return len(data)
-
     @contextlib.contextmanager
     def _nothing_behind_end(self, full: str, offset: int) -> Iterator[None]:
         """Ignore an error for a range beyond the end of the file ("416 Range Not Satisfiable")."""
@@ -269,10 +261,6 @@ class FsspecBackend(PathMixin, Backend):
 
         with contextlib.suppress(NotFoundError):
             self._run("delete", path, delete)
-
-    def space(self) -> Space | None:
-        """Return None: fsspec has no call for the capacity."""
-        return None
 
     def close(self) -> None:
         """Release the helper threads; fsspec keeps its connections."""

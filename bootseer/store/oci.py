@@ -34,7 +34,7 @@ from bootseer.registry.client import RegistryClient, open_registry_client
 from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.registry.reference import Reference, parse_reference
 from bootseer.settings.config import load_settings
-from bootseer.store.backend import Backend, FileInfo, Space, Traits
+from bootseer.store.backend import Backend, FileInfo, Traits
 from bootseer.store.paths import PathMixin, check_range, split_path
 from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.transfer.attempt import Attempt
@@ -500,9 +500,7 @@ class OciBackend(PathMixin, Backend):
         self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
     ) -> int:
         if attempt is None:
-            data = self.read(path, offset, len(buffer))
-            buffer[: len(data)] = data
-            return len(data)
+            return super().read_into(path, offset, buffer)
         stored = self._stored(path, offset)
         file = self._client.file(stored.digest, stored.size_bytes)
         return file.read_into(offset, buffer, attempt)
@@ -549,10 +547,6 @@ class OciBackend(PathMixin, Backend):
     def delete(self, path: str, *, recursive: bool = False) -> None:
         self._names_of_file(path)
         self._listed.remove(path, recursive=recursive)
-
-    def space(self) -> Space | None:
-        """Return None: a registry does not tell its capacity."""
-        return None
 
     def close(self) -> None:
         """Check that published objects are still listed, and close all connections. Idempotent."""

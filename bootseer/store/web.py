@@ -31,7 +31,7 @@ from bootseer.errors import (
 )
 from bootseer.http.ranges import RangeResponse
 from bootseer.http.transport import HttpServer, Response, Transport, date_of
-from bootseer.store.backend import Backend, FileInfo, Space, Traits, Writer
+from bootseer.store.backend import Backend, FileInfo, Traits, Writer
 from bootseer.store.deadline import DEFAULT_DEADLINE_S
 from bootseer.store.paths import PathMixin, check_range, split_path
 from bootseer.transfer.attempt import Attempt
@@ -153,9 +153,7 @@ class WebBackend(PathMixin, Backend):
         self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
     ) -> int:
         if not buffer or offset < 0:
-            data = self.read(path, offset, len(buffer))
-            (attempt or Attempt()).put(0, buffer, data)
-            return len(data)
+            return super().read_into(path, offset, buffer, attempt)
         with self._get("read", path, offset, offset + len(buffer)) as found:
             return found.read_into(buffer, attempt or Attempt())
 
@@ -204,10 +202,6 @@ class WebBackend(PathMixin, Backend):
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
         self._refuse("delete", path)
-
-    def space(self) -> Space | None:
-        """Return None: a web server does not tell its capacity."""
-        return None
 
     def close(self) -> None:
         """Close idle connections. Idempotent."""

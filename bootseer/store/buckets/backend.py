@@ -33,7 +33,7 @@ from bootseer.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from bootseer.store.backend import Backend, FileInfo, Piece, Space, Traits, Writer
+from bootseer.store.backend import Backend, FileInfo, Piece, Traits, Writer
 from bootseer.store.buckets.access import (
     Address,
     address_of,
@@ -274,10 +274,6 @@ class BucketBackend(PathMixin, Backend):
         split_path(path)
         return iter(self._run("list", path, list_all))
 
-    def space(self) -> Space | None:
-        """Return None: a bucket has no capacity."""
-        return None
-
     # ---- reading ------------------------------------------------------------------------------
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -298,9 +294,7 @@ class BucketBackend(PathMixin, Backend):
         self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
     ) -> int:
         if not buffer or offset < 0:
-            data = self.read(path, offset, len(buffer))
-            (attempt or Attempt()).put(0, buffer, data)
-            return len(data)
+            return super().read_into(path, offset, buffer, attempt)
         reader = attempt or Attempt()
         done = 0
 
