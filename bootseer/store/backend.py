@@ -15,7 +15,8 @@ from typing import Protocol, Self, TypeVar, runtime_checkable
 
 from msgspec import Struct
 
-from bootseer.errors import NotFoundError, UnsupportedError
+from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError
+from bootseer.store.paths import split_path
 from bootseer.transfer.attempt import Attempt
 
 Result = TypeVar("Result")
@@ -242,6 +243,17 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release connections and threads. Idempotent."""
+
+    def _name(self, path: str) -> str:
+        """Return the full URL of a path, for messages."""
+        return f"{self.url}/{path}" if path else self.url
+
+    def _names_of_file(self, path: str) -> tuple[str, ...]:
+        """Return the components of a path that is not the root. Raises: InvalidInputError."""
+        names = split_path(path)
+        if not names:
+            raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
+        return names
 
     # ---- optional operations ------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from bootseer.store.deadline import (
     Call,
     DeadlineCaller,
 )
-from bootseer.store.paths import PathMixin, check_range, split_path, split_scheme
+from bootseer.store.paths import check_range, split_path, split_scheme
 from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
 
 Result = TypeVar("Result")
@@ -47,7 +47,7 @@ _PIECE_BYTES = 8 << 20
 _MEMORY_LOCK = threading.RLock()
 
 
-class FsspecBackend(PathMixin, Backend):
+class FsspecBackend(Backend):
     """Files below one prefix of an fsspec file system."""
 
     def __init__(

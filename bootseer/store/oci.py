@@ -35,7 +35,7 @@ from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.registry.reference import Reference, parse_reference
 from bootseer.settings.config import load_settings
 from bootseer.store.backend import Backend, FileInfo, Traits
-from bootseer.store.paths import PathMixin, check_range, split_path
+from bootseer.store.paths import check_range, split_path
 from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.policy import SOON, dice, fresh_copy
@@ -453,7 +453,7 @@ PREFIX = "oci://"
 _PIECE_BYTES = 4 << 20
 
 
-class OciBackend(PathMixin, Backend):
+class OciBackend(Backend):
     """Objects beside one image."""
 
     traits = Traits()

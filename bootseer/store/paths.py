@@ -107,23 +107,6 @@ BUCKETS = {
 """Provider of the buckets that each URL scheme names."""
 
 
-class PathMixin:
-    """Mixin for backends: names of paths in messages, and checks of file paths."""
-
-    url: str
-
-    def _name(self, path: str) -> str:
-        """Return the full URL of a path, for messages."""
-        return f"{self.url}/{path}" if path else self.url
-
-    def _names_of_file(self, path: str) -> tuple[str, ...]:
-        """Return the components of a path that is not the root. Raises: InvalidInputError."""
-        names = split_path(path)
-        if not names:
-            raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
-        return names
-
-
 def check_range(offset: int, length: int | None = None) -> None:
     """Raise InvalidInputError for a negative offset or length."""
     if offset < 0 or (length is not None and length < 0):

@@ -33,7 +33,7 @@ from bootseer.http.ranges import RangeResponse
 from bootseer.http.transport import HttpServer, Response, Transport, date_of
 from bootseer.store.backend import Backend, FileInfo, Traits, Writer
 from bootseer.store.deadline import DEFAULT_DEADLINE_S
-from bootseer.store.paths import PathMixin, check_range, split_path
+from bootseer.store.paths import check_range, split_path
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.policy import REQUEST, Attempts, is_transient
 
@@ -52,7 +52,7 @@ _LINK = re.compile(
 )
 
 
-class WebBackend(PathMixin, Backend):
+class WebBackend(Backend):
     """Files below one URL of a web server."""
 
     traits = Traits()

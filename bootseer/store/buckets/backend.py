@@ -54,7 +54,7 @@ from bootseer.store.deadline import (
     Call,
     DeadlineCaller,
 )
-from bootseer.store.paths import PathMixin, check_deadline, check_range, split_path
+from bootseer.store.paths import check_deadline, check_range, split_path
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.pace import STALL_S, ByteProgress, floor_bytes_per_s
 from bootseer.transfer.policy import REQUEST, Attempts
@@ -86,7 +86,7 @@ class _Forks:
     pid = 0
 
 
-class BucketBackend(PathMixin, Backend):
+class BucketBackend(Backend):
     """Files below one prefix of a bucket."""
 
     traits = Traits(one_step_replace=True)

@@ -38,14 +38,14 @@ from bootseer.store.hdfs.reading import (
     read_bytes,
 )
 from bootseer.store.hdfs.writer import RETRY_IN_GROUP, HdfsWriter
-from bootseer.store.paths import PathMixin, split_path
+from bootseer.store.paths import split_path
 from bootseer.transfer.attempt import Attempt
 
 if TYPE_CHECKING:
     from hdfs_native import Client
 
 
-class HdfsBackend(PathMixin, Backend):
+class HdfsBackend(Backend):
     """Files below one folder of an HDFS cluster."""
 
     traits = Traits(one_step_rename=True)

@@ -46,7 +46,7 @@ from bootseer.store.local.network import (
     NetworkWriter,
     lies_on_network,
 )
-from bootseer.store.paths import TEMPORARY, PathMixin, check_range, local_root, split_path
+from bootseer.store.paths import TEMPORARY, check_range, local_root, split_path
 from bootseer.transfer.attempt import Attempt
 
 Result = TypeVar("Result")
@@ -55,7 +55,7 @@ Result = TypeVar("Result")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class LocalBackend(PathMixin, Backend):
+class LocalBackend(Backend):
     """Files below one folder, which is created by the first write."""
 
     traits = Traits(one_step_rename=True, one_step_replace=True)
