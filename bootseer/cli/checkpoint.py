@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from bootseer.base.redact import public_url
 from bootseer.cli.command_tree import command, current_settings
-from bootseer.cli.options import AGE, OCTAL, SIZE, Seconds, options
+from bootseer.cli.options import AGE, OCTAL, SIZE, options, time_option
 from bootseer.cli.show import document_of, emit_records, emit_table, shows
 from bootseer.cli.text import (
     human_bytes,
@@ -531,13 +531,10 @@ def _show_checked(done: CheckedTree) -> None:
     metavar="TIME",
     help="Keep garbage that was written to within this time; at least 1h.",
 )
-@click.option(
+@time_option(
     "--grace",
     "grace_s",
-    type=Seconds(0, 86_400),
-    default=60.0,
-    show_default=True,
-    metavar="TIME",
+    default_s=60.0,
     help="Delay of a second check before deletion, since replaced files may still be read.",
 )
 @shows(
@@ -623,13 +620,10 @@ def _show_converted(done: Converted) -> None:
 @click.argument("url")
 @click.option("-r", "--recursive", is_flag=True, help="Convert all files of a directory.")
 @form_options
-@click.option(
+@time_option(
     "--grace",
     "grace_s",
-    type=Seconds(0, 86_400),
-    default=30.0,
-    show_default=True,
-    metavar="TIME",
+    default_s=30.0,
     help="Time for which the old parts of a converted file stay, for its readers.",
 )
 @shows(Converted, text=_show_converted, code=lambda done: done.exit_code)
@@ -727,10 +721,9 @@ def _show_mounted(done: NewCheckpointMount) -> None:
 @click.option("--foreground", is_flag=True, help="Serve in this process until interrupted.")
 @form_options
 @click.option("--memory", type=SIZE, metavar="SIZE", help="Memory limit of the mount.")
-@click.option(
+@time_option(
     "--deadline",
-    type=Seconds(1, 86400),
-    metavar="TIME",
+    least_s=1,
     help="Time without an answer of the storage after which a request fails.",
 )
 @click.option("--allow-other", is_flag=True, help="Allow access by other users.")
@@ -751,14 +744,7 @@ def _show_mounted(done: NewCheckpointMount) -> None:
     is_flag=True,
     help="Make DIRECTORY itself immutable (chattr +i), against writes while nothing is mounted.",
 )
-@click.option(
-    "--timeout",
-    type=Seconds(0, 86400),
-    default=60.0,
-    show_default=True,
-    metavar="TIME",
-    help="Time for which SIGTERM waits for open files.",
-)
+@time_option("--timeout", default_s=60.0, help="Time for which SIGTERM waits for open files.")
 @shows(NewCheckpointMount, text=_show_mounted)
 def checkpoint_mount(
     url: str,
@@ -839,14 +825,7 @@ def _protect(directory: Path) -> None:
 )
 @click.argument("directory")
 @click.option("--force", is_flag=True, help="Restart even if files are being written.")
-@click.option(
-    "--timeout",
-    type=Seconds(0, 86400),
-    default=60.0,
-    show_default=True,
-    metavar="TIME",
-    help="Longest wait for files that are being written.",
-)
+@time_option("--timeout", default_s=60.0, help="Longest wait for files that are being written.")
 @shows(Restarted, text=lambda one: tell(f"process {one.worker_pid} serves {one.directory} now"))
 def checkpoint_restart(directory: str, force: bool, timeout: float) -> Restarted:
     """Serve the mount on DIRECTORY by a new process, with the code that is installed now.

@@ -15,7 +15,7 @@ from bootseer.cli.command_tree import (
     current_settings,
     settings_without_fanout,
 )
-from bootseer.cli.options import Seconds, options
+from bootseer.cli.options import options, time_option
 from bootseer.cli.text import say, tell
 from bootseer.errors import NotFoundError, UnavailableError, UnsupportedError
 from bootseer.settings.config import variable_of
@@ -59,12 +59,10 @@ def _needs(what: str, error: ModuleNotFoundError, extra: str) -> UnsupportedErro
     type=click.Path(path_type=Path),
     help="Content store of containerd, whose pulled images are indexed; default: beside --root.",
 )
-@click.option(
+@time_option(
     "--linger",
     "linger_s",
-    type=Seconds(0, 86_400),
-    default=60.0,
-    show_default=True,
+    default_s=60.0,
     help="Time for which an image stays mounted after its last container.",
 )
 @click.option(
@@ -145,11 +143,10 @@ _at_removal = options(
         metavar="NAMESPACE/NAME",
         help="Do nothing while this DaemonSet exists, since the pod is only being replaced.",
     ),
-    click.option(
+    time_option(
         "--until-unused",
         "patience_s",
-        type=Seconds(0, 3600),
-        metavar="TIME",
+        most_s=3600,
         help="Wait until no pod needs this one, at most for this time; for the end of the pod.",
     ),
 )
@@ -250,13 +247,10 @@ def kubernetes_csi(
     show_default=True,
     help="Socket of the spawner; BOOTSEER_SPAWNER names it for other processes.",
 )
-@click.option(
+@time_option(
     "--grace",
     "grace_s",
-    type=Seconds(0, 86_400),
-    default=60.0,
-    show_default=True,
-    metavar="TIME",
+    default_s=60.0,
     help="Time for writers of checkpoints to finish after SIGTERM.",
 )
 @click.option("--check", is_flag=True, help="Exit with 0 if the running spawner answers.")

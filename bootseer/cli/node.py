@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bootseer.base.redact import redact
 from bootseer.cli.command_tree import command, current_config, current_settings
 from bootseer.cli.grammar import STANDBY, defaults
-from bootseer.cli.options import Seconds
+from bootseer.cli.options import time_option
 from bootseer.cli.show import emit_table, shows
 from bootseer.cli.text import human_bytes, printable, say, warn_unwritten
 from bootseer.errors import EXIT_FAILURE, EXIT_OK, DeadlineError, NotFoundError
@@ -55,11 +55,9 @@ def _code_of_served(found: Served) -> int:
 
 @command("status", epilog="Example: bootseer status /mnt/train")
 @click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
-@click.option(
+@time_option(
     "--wait",
     "wait_s",
-    type=Seconds(0, 86_400),
-    metavar="TIME",
     help="First wait, at most for this time, until records and pulled images are published.",
 )
 @shows(Served, text=_show_served, code=_code_of_served)
@@ -280,11 +278,10 @@ def _say_covered(done: Unmounted) -> None:
 
 @command("unmount", epilog="Example: bootseer unmount /mnt/train")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option(
+@time_option(
     "--timeout",
     "timeout_s",
-    type=Seconds(0, 3600),
-    metavar="TIME",
+    most_s=3600,
     help="How long open files of an image or a checkpoint folder may stay open before they are cut "
     "off (10 s).",
 )

@@ -38,7 +38,7 @@ class FiniteRange(click.FloatRange):
         return number
 
 
-class Seconds(FiniteRange):
+class _Seconds(FiniteRange):
     """Duration in a range, in seconds: "30", "30s", "10m"."""
 
     name = "time"
@@ -51,6 +51,24 @@ class Seconds(FiniteRange):
         except InvalidInputError as error:
             self.fail(str(error), param, ctx)
         return float(super().convert(number, param, ctx))
+
+
+def time_option(
+    *names: str,
+    help: str,
+    default_s: float | None = None,
+    least_s: float = 0,
+    most_s: float = 86_400,
+) -> Callable[[_F], _F]:
+    """Return an option for a duration in seconds, from `least_s` to `most_s`."""
+    return click.option(
+        *names,
+        type=_Seconds(least_s, most_s),
+        default=default_s,
+        show_default=default_s is not None,
+        metavar="TIME",
+        help=help,
+    )
 
 
 class _Parsed(click.ParamType[T]):

@@ -15,7 +15,7 @@ from msgspec import Struct, to_builtins
 
 from bootseer.base.redact import public_url
 from bootseer.cli.command_tree import command, current_config, current_settings
-from bootseer.cli.options import FiniteRange, Seconds
+from bootseer.cli.options import FiniteRange, time_option
 from bootseer.cli.show import documents, emit_json, emit_table, json_option
 from bootseer.cli.text import human_bytes, printable, say
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
@@ -483,14 +483,7 @@ def _other(source: Source, job: str, start: ExplainedStart, name: str) -> Listed
     show_default=True,
     help="Report a stage that is open for this multiple of its median.",
 )
-@click.option(
-    "--every",
-    type=Seconds(0.1, 86_400),
-    default=2.0,
-    show_default=True,
-    metavar="TIME",
-    help="Interval between two looks.",
-)
+@time_option("--every", default_s=2.0, least_s=0.1, help="Interval between two looks.")
 @click.option("--once", is_flag=True, help="Look once, then exit.")
 @json_option
 @documents(StartProgress)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from bootseer.base.display import display_path, format_age
 from bootseer.cli.command_tree import command, current_settings, settings_without_fanout
-from bootseer.cli.options import Seconds, mode_option, open_current_store, options
+from bootseer.cli.options import mode_option, open_current_store, options, time_option
 from bootseer.cli.show import document_of, emit_table, shows
 from bootseer.cli.text import human_bytes, human_time, printable, say
 from bootseer.errors import CorruptError, exit_code_of
@@ -688,13 +688,11 @@ def _command(words: tuple[str, ...]) -> list[str]:
     epilog="Example: bootseer snapshot run --target /opt/env -- "
     "sh -c 'python3 -m venv /opt/env && /opt/env/bin/pip install -r requirements.txt'",
 )
-@click.option(
+@time_option(
     "--wait",
     "wait_s",
-    metavar="TIME",
-    type=Seconds(min=0, max=30 * 86_400),
-    default=1800.0,
-    show_default=True,
+    default_s=1800.0,
+    most_s=30 * 86_400,
     help="Longest wait for another node or process that runs the same set-up.",
 )
 @mode_option
