@@ -55,7 +55,7 @@ def fetch_tree(
     local = find_local_blobs(store, tree)
     if local is not None:
         with ProgressBar(label, sum(tree.columns.extent_length)) as progress:
-            result = extract(
+            records = extract(
                 tree,
                 local.read,
                 directory,
@@ -64,8 +64,8 @@ def fetch_tree(
                 on_progress=progress.advance,
             )
         if len(tree.blobs) == 1:
-            return Fetched(tree.blobs[0].size_bytes, result.records)
-        return Fetched(plan_stored_frames(tree).wanted_bytes, result.records)
+            return Fetched(tree.blobs[0].size_bytes, records)
+        return Fetched(plan_stored_frames(tree).wanted_bytes, records)
     plan = plan_stored_frames(tree)
     with (
         ProgressBar(label, plan.wanted_bytes) as progress,
@@ -73,8 +73,8 @@ def fetch_tree(
             store, plan, deadline_s=deadline_s, on_progress=progress.advance, start=start
         ) as source,
     ):
-        result = extract(tree, source.read, directory, is_verified=True, recorded=recorded)
-    return Fetched(plan.wanted_bytes, result.records)
+        records = extract(tree, source.read, directory, is_verified=True, recorded=recorded)
+    return Fetched(plan.wanted_bytes, records)
 
 
 def decline_tree(settings: Settings, tree: Tree) -> None:

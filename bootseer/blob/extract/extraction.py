@@ -20,10 +20,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
-
 from bootseer.base.documents import to_builtins
-from bootseer.blob.extract.plan import ExtractionPlan, plan_extraction, worker_columns
+from bootseer.blob.extract.plan import MAX_BYTES, ExtractionPlan, plan_extraction, worker_columns
 from bootseer.blob.extract.pool import FILES_MAX, WorkerPool
 from bootseer.blob.extract.sections import SETTINGS, Section, write_columns
 from bootseer.blob.extract.source import ReadSome, Supply, pieces, read_ahead
@@ -43,33 +41,15 @@ from bootseer.errors import (
 )
 from bootseer.linux.locks import lock_within, try_lock
 from bootseer.linux.processes import status_line
-from bootseer.linux.removal import empty_directory, remove_tree
+from bootseer.linux.removal import remove_tree
 
 _log = logging.getLogger(__name__)
 
-MAX_FILES = 5_000_000
-MAX_BYTES = 1024**4
 ABANDONED_AFTER_S = 60.0
 # Size of a tree that one process writes in the time that workers take to start.
 _SMALL_NAMES = 1000
 _SMALL_BYTES = 16 * 1024 * 1024
 _PROCESSES_MAX = 8
-
-
-class ExtractResult(Struct, frozen=True):
-    """Counts of an extraction.
-
-    The `skipped` fields count attributes that the file system or missing privileges did not allow;
-    each kind has been logged once.
-    """
-
-    name_count: int
-    content_bytes: int
-    skipped_owners: int
-    skipped_xattrs: int
-    skipped_set_id_bits: int
-    records: Records
-    """Records of lstat (see `stat_record`) of each requested name, then of the root."""
 
 
 def extract(
@@ -80,17 +60,16 @@ def extract(
     processes: int | None = None,
     is_verified: bool = False,
     files: Sequence[int] = (),
-    owners: bool | None = None,
     allow_devices: bool = False,
     skip_devices: bool = False,
-    in_place: bool = False,
-    durable: bool = False,
     recorded: bytes = b"",
-    max_files: int = MAX_FILES,
-    max_bytes: int = MAX_BYTES,
     on_progress: Callable[[int], None] | None = None,
-) -> ExtractResult:
+) -> Records:
     """Extract the tree to `target`, which must be absent or an empty directory.
+
+    Root restores user and group. Otherwise set-user-ID and set-group-ID bits are restored only on
+    files that this user owns in the tree. Attributes that the file system or missing privileges do
+    not allow are left out, and each kind is logged once.
 
     Args:
         tree: The tree.
@@ -101,20 +80,15 @@ def extract(
         is_verified: Whether `read` returns whole frames whose digests were verified.
         files: Descriptors of local files with the blobs, one per blob. The workers read them
             directly, and `read` is called only if there are no workers.
-        owners: Whether to restore user and group; None: if running as root. Otherwise set-user-ID
-            and set-group-ID bits are restored only on files that this user owns in the tree.
         allow_devices: Whether to create device nodes.
         skip_devices: Whether to leave device nodes out, with one log message.
-        in_place: Whether to fill the empty directory (a mount point) instead of replacing it. A
-            killed process then leaves its files behind.
-        durable: Whether to flush to disk before the target appears.
-        recorded: A byte per name of the tree, nonzero if `ExtractResult.records` needs the name;
-            empty for no records.
-        max_files: Largest number of names.
-        max_bytes: Largest content.
+        recorded: A byte per name of the tree, nonzero if its record is wanted; empty for no
+            records.
         on_progress: Function that is called with counts of content bytes written.
 
     On failure the partial result is removed.
+
+    Returns: Records of lstat (see `stat_record`) of each name in `recorded`, then of the root.
 
     Raises: AlreadyExistsError, NoSpaceError, PermissionDeniedError (also for a device node that is
     neither allowed nor skipped), InvalidInputError (beyond a limit), CorruptError; as `read`.
@@ -129,8 +103,8 @@ def extract(
     # resolve() would follow a final link.
     target = Path(os.path.abspath(target))
     try:
-        _check_target(target, min(content_bytes, max_bytes), in_place=in_place)
-        root = target if in_place else _private_directory(target)
+        _check_target(target, min(content_bytes, MAX_BYTES))
+        root = _private_directory(target)
     except BootseerError:
         raise
     except OSError as error:
@@ -139,10 +113,9 @@ def extract(
     root_fd = -1
     try:
         root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        if not in_place:
-            lock_within(root_fd, 0)
+        lock_within(root_fd, 0)
         settings = ExtractionSettings(
-            owners=os.geteuid() == 0 if owners is None else owners,
+            owners=os.geteuid() == 0,
             umask=_umask(),
             uid=os.geteuid(),
             gid=_created_gid(root_fd),
@@ -153,13 +126,7 @@ def extract(
             pool = _start_pool(tree, processes, root_fd, files)
             if pool is not None:
                 stack.callback(pool.close)
-            plan = plan_extraction(
-                tree,
-                max_files=max_files,
-                max_bytes=max_bytes,
-                allow_devices=allow_devices,
-                skip_devices=skip_devices,
-            )
+            plan = plan_extraction(tree, allow_devices=allow_devices, skip_devices=skip_devices)
             if plan.devices:
                 shown = os.fsdecode(tree.path(tree.columns.name_inode[plan.devices[0]]))
                 _log.warning(
@@ -185,12 +152,7 @@ def extract(
             writer.finish()
             if recorded:
                 writer.record(recorded, records)
-        if durable:
-            os.sync()
-        if not in_place:
-            root.rename(target)
-            if durable:
-                _sync_directory(target.parent)
+        root.rename(target)
         done = True
     except BootseerError:
         raise
@@ -201,22 +163,15 @@ def extract(
     finally:
         if not done:
             try:
-                (empty_directory if in_place else remove_tree)(root)
+                remove_tree(root)
             except OSError as error:
                 _log.warning("cannot remove %s, which is not whole: %s", root, error)
         if root_fd >= 0:
             os.close(root_fd)
-    return ExtractResult(
-        tree.name_count,
-        plan.content_bytes,
-        writer.skipped.owners,
-        writer.skipped.xattrs,
-        writer.skipped.set_id_bits,
-        records,
-    )
+    return records
 
 
-def _check_target(target: Path, content_bytes: int, *, in_place: bool) -> None:
+def _check_target(target: Path, content_bytes: int) -> None:
     try:
         with os.scandir(target) as entries:
             if next(entries, None) is not None:
@@ -226,12 +181,10 @@ def _check_target(target: Path, content_bytes: int, *, in_place: bool) -> None:
     except FileNotFoundError:
         if target.is_symlink():
             raise AlreadyExistsError(f"{target} is a symbolic link to nothing") from None
-        if in_place:
-            raise
         target.parent.mkdir(parents=True, exist_ok=True)
     except NotADirectoryError as error:
         raise AlreadyExistsError(f"{target} exists and is not a directory") from error
-    space = os.statvfs(target if in_place else target.parent)
+    space = os.statvfs(target.parent)
     if space.f_bavail * space.f_frsize < content_bytes:
         raise NoSpaceError(
             f"{target} needs {content_bytes} bytes and its file system has "
@@ -288,14 +241,6 @@ def _created_gid(directory: int) -> int:
         return os.stat(name, dir_fd=directory, follow_symlinks=False).st_gid
     finally:
         os.rmdir(name, dir_fd=directory)
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # ---- tasks ---------------------------------------------------------------------------------------

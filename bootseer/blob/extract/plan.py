@@ -19,6 +19,10 @@ from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import InvalidInputError, PermissionDeniedError
 
+MAX_FILES = 5_000_000
+"""Largest number of names of a tree."""
+MAX_BYTES = 1024**4
+"""Largest content of a tree."""
 GROUP_BYTES = 2 * 1024 * 1024
 """Content of a group: small enough to share out work soon, large beside a frame decoded twice."""
 GROUP_FILES = 256
@@ -57,8 +61,6 @@ class ExtractionPlan(Struct, frozen=True):
     """Parts of large files: the index of the name, and the places of the part's bytes."""
     task_bytes: "array[int]"
     """Content bytes of each task, without holes."""
-    content_bytes: int
-    """Content bytes of all tasks."""
 
     @property
     def task_count(self) -> int:
@@ -110,12 +112,7 @@ class ExtractionPlan(Struct, frozen=True):
 
 
 def plan_extraction(
-    tree: Tree,
-    *,
-    max_files: int,
-    max_bytes: int,
-    allow_devices: bool = False,
-    skip_devices: bool = False,
+    tree: Tree, *, allow_devices: bool = False, skip_devices: bool = False
 ) -> ExtractionPlan:
     """Return the plan of an extraction.
 
@@ -123,11 +120,11 @@ def plan_extraction(
     neither allowed nor skipped; CorruptError for invalid contents.
     """
     c = tree.columns
-    if tree.name_count > max_files:
-        raise InvalidInputError(f"{tree.name_count} names are more than the {max_files} allowed")
+    if tree.name_count > MAX_FILES:
+        raise InvalidInputError(f"{tree.name_count} names are more than the {MAX_FILES} allowed")
     content_bytes = sum(c.extent_length)
-    if content_bytes > max_bytes:
-        raise InvalidInputError(f"{content_bytes} bytes are more than the {max_bytes} allowed")
+    if content_bytes > MAX_BYTES:
+        raise InvalidInputError(f"{content_bytes} bytes are more than the {MAX_BYTES} allowed")
     directories: list[int] = []
     files: list[tuple[int, int, int, int]] = []
     empty: list[int] = []
@@ -207,7 +204,6 @@ def plan_extraction(
         group_start,
         parts,
         task_bytes,
-        content_bytes,
     )
 
 

@@ -41,14 +41,6 @@ class ExtractionSettings(Struct, frozen=True):
     """Access time, later than any mtime: otherwise relatime writes the inode at the first read."""
 
 
-class Skipped(Struct):
-    """Numbers of attributes that could not be set."""
-
-    owners: int = 0
-    xattrs: int = 0
-    set_id_bits: int = 0
-
-
 class TreeWriter:
     """State of one extraction in the process that makes directories, links and special files."""
 
@@ -61,7 +53,6 @@ class TreeWriter:
         settings: ExtractionSettings,
     ) -> None:
         """Prepare to write below `root_fd`; `columns` are those of the workers."""
-        self.skipped = Skipped()
         self._tree = tree
         self._plan = plan
         self._root_fd = root_fd
@@ -75,12 +66,9 @@ class TreeWriter:
         self._is_made = bytearray(tree.inode_count)
         self._is_made[0] = 1
         self._directories = DirectoryCache(c.names, c.name_parent, name_of, root_fd)
-        if not settings.owners:
-            own = (settings.uid, settings.gid)
-            self.skipped.owners = sum(owner != own for owner in zip(c.uid, c.gid, strict=True))
-            self.skipped.set_id_bits = sum(map(int.__ne__, c.mode, self._modes))
-            if self.skipped.set_id_bits:
-                _log.warning("set-user-ID and set-group-ID bits are left out without owners")
+        self._has_warned_of_xattrs = False
+        if not settings.owners and any(map(int.__ne__, c.mode, self._modes)):
+            _log.warning("set-user-ID and set-group-ID bits are left out without owners")
 
     def close(self) -> None:
         """Close all directories."""
@@ -211,10 +199,10 @@ class TreeWriter:
             except OSError as error:
                 if error.errno not in _NOT_SUPPORTED:
                     raise
-                if not self.skipped.xattrs:
+                if not self._has_warned_of_xattrs:
                     shown = os.fsdecode(attribute)
                     _log.warning("cannot set the extended attribute %s: %s", shown, error.strerror)
-                self.skipped.xattrs += 1
+                self._has_warned_of_xattrs = True
 
     def _make_other(self, i: int) -> None:
         number, name, directory = self._entry(i)
