@@ -344,14 +344,13 @@ class HeldFolder(Struct, frozen=True):
 
 @contextlib.contextmanager
 def hold_folder(
-    directory: Path, state: ServiceState, lock: int | None = None, *, sweeps: bool = True
+    directory: Path, state: ServiceState, lock: int | None = None
 ) -> Iterator[HeldFolder]:
     """Hold the folder of a server, this process: lock it and write `state` to it.
 
-    At the begin, what dead servers left is removed, unless the caller `sweeps` itself. At the end,
-    this server's overlays, its scratch folder and the folder are removed; the state stays if it
-    says what was lost. `lock` is the descriptor of a server that this process replaces. Raises:
-    BootseerError.
+    At the begin, what dead servers left is removed. At the end, this server's overlays, its scratch
+    folder and the folder are removed; the state stays if it says what was lost. `lock` is the
+    descriptor of a server that this process replaces. Raises: BootseerError.
     """
     # Imported here, since a process that waits for its plan does not need them.
     from bootseer.linux.namespaces import mount_namespace
@@ -365,8 +364,7 @@ def hold_folder(
         raise from_oserror(error, f"lock {directory}") from error
     try:
         if is_new:
-            if sweeps:
-                ending.sweep(directory.parent.parent)
+            ending.sweep(directory.parent.parent)
             state = replace(
                 state,
                 pid=os.getpid(),

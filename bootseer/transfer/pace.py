@@ -65,12 +65,11 @@ class ByteProgress:
 class Pace:
     """Rates of the latest reads of one storage. Thread-safe."""
 
-    def __init__(self, credit: float = _CREDIT_MAX) -> None:
-        """`credit`: number of second requests that are allowed before any read has ended."""
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rates: deque[float] = deque(maxlen=_PEERS)
         self._median: float | None = None
-        self._credit = credit
+        self._credit = _CREDIT_MAX
 
     def spend(self) -> bool:
         """Take the credit for a second request; return False if there is none."""

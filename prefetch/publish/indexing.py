@@ -73,7 +73,6 @@ def index_image(
     work_dir: Path,
     *,
     reference: str | None = None,
-    workers: int = WORKERS,
     on_progress: OnProgress | None = None,
     on_layer: OnLayer | None = None,
     lessee: str | None = None,
@@ -87,9 +86,8 @@ def index_image(
     Args:
         source: The image.
         store: The store.
-        work_dir: Folder for `workers` blobs at a time, in files without names.
+        work_dir: Folder for `WORKERS` blobs at a time, in files without names.
         reference: Name of the image; by default the source's own.
-        workers: Layers packed at once.
         on_progress: Gets counts of bytes done, which add up to the layers' sizes; any thread.
         on_layer: Gets the record of each finished layer, and whether the store had the layer
             already; any thread.
@@ -124,7 +122,7 @@ def index_image(
         dict(zip(keys, source.layers, strict=True)),
         store_layer,
         progress,
-        thread_count=workers,
+        thread_count=WORKERS,
         thread_name="index-layer",
         size_of=lambda layer: layer.size_bytes,
     )

@@ -160,13 +160,7 @@ def _read(stream: ReadableStream, writer: TarWriter, finish: Callable[[], Blob])
     return LayerTree(layer.tree(finish()), layer.implied, layer.links)
 
 
-def pack_layer(
-    stream: ReadableStream,
-    sink: BinaryIO,
-    on_progress: Callable[[int], None] | None = None,
-    *,
-    diff_id: str | None = None,
-) -> LayerTree:
+def pack_layer(stream: ReadableStream, sink: BinaryIO, *, diff_id: str | None = None) -> LayerTree:
     """Write the blob of a layer's uncompressed tar to `sink`; read `stream` to its end.
 
     `diff_id`: the digest of `stream`, which the caller verifies; without one it is computed.
@@ -177,7 +171,6 @@ def pack_layer(
         level=LEVEL,
         frame_bytes=FRAME_BYTES,
         threads=None,
-        on_progress=on_progress,
         stream_digest=diff_id,
     ) as writer:
         return _read(stream, writer, writer.finish)

@@ -5,10 +5,8 @@ frame size give the same bytes, whatever the number of threads. Several calls ma
 """
 
 import errno
-import fnmatch
 import logging
 import os
-import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -74,7 +72,6 @@ def pack_directory(
     sink: BinaryIO,
     *,
     paths: Iterable[bytes] | None = None,
-    exclude: Iterable[str | bytes] = (),
     one_file_system: bool = False,
     others: ReusedFiles = _NO_REUSED_FILES,
     identities: Mapping[bytes, tuple[int, int]] = _NO_IDENTITIES,
@@ -92,8 +89,6 @@ def pack_directory(
         sink: File to write to. After an error its content is unusable.
         paths: Paths to pack (relative, b"usr/lib/x"), with the directories that lead to them; a
             directory is packed without its contents. None packs everything.
-        exclude: Glob patterns. A pattern with "/" is matched against the whole relative path, any
-            other against each name.
         one_file_system: Whether to leave out directories on other file systems.
         others: Files in stored blobs. Files that have not changed since are not packed; the tree
             refers to the stored blobs.
@@ -109,7 +104,7 @@ def pack_directory(
     with FrameWriter(
         sink, level=level, frame_bytes=frame_bytes, threads=threads, on_progress=on_progress
     ) as writer:
-        entries = _walk(root, paths=paths, exclude=exclude, one_file_system=one_file_system)
+        entries = _walk(root, paths=paths, one_file_system=one_file_system)
         return _write(root, entries, writer, others, identities)
 
 
@@ -126,7 +121,7 @@ def tar_directory(
     the same blob. The tree differs from that of `pack_directory` in the blob only, which has no
     frames. Raises: as `pack_directory`.
     """
-    entries = _walk(root, paths=None, exclude=(), one_file_system=one_file_system)
+    entries = _walk(root, paths=None, one_file_system=one_file_system)
     return _write(root, entries, PlainWriter(sink, on_progress), _NO_REUSED_FILES, _NO_IDENTITIES)
 
 
@@ -304,35 +299,10 @@ _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCAL_XATTRS = ("security.selinux", "trusted.overlay.", "user.overlay.", "system.nfs4_acl")
 
 
-def _excluder(patterns: Iterable[str | bytes]) -> Callable[[bytes], bool]:
-    """Return the function that says whether a path is excluded.
-
-    A pattern with "/" is matched against the whole path, any other against the last component. "*"
-    also matches "/".
-    """
-    anywhere: list[str] = []
-    whole: list[str] = []
-    for pattern in patterns:
-        text = os.fsdecode(pattern).strip("/")
-        (whole if "/" in text else anywhere).append(fnmatch.translate(text))
-    if not anywhere and not whole:
-        return lambda path: False
-    never = "(?!)"
-    match_name = re.compile("|".join(anywhere) or never).match
-    match_path = re.compile("|".join(whole) or never).match
-
-    def excluded(path: bytes) -> bool:
-        text = os.fsdecode(path)
-        return bool(match_path(text) or match_name(text.rpartition("/")[2]))
-
-    return excluded
-
-
 def _walk(
     root: str | bytes | os.PathLike[str],
     *,
     paths: Iterable[bytes] | None = None,
-    exclude: Iterable[str | bytes] = (),
     one_file_system: bool = False,
 ) -> Iterator[_ScannedName]:
     """Yield every name below `root`, and first the root itself.
@@ -341,7 +311,6 @@ def _walk(
     directory among them. Raises: NotFoundError, PermissionDeniedError, BusyError (a name changed
     during the walk), each naming the path.
     """
-    excluded = _excluder(exclude)
     wanted = None if paths is None else _by_directory(paths)
     shown = os.fsencode(root)
     try:
@@ -362,8 +331,6 @@ def _walk(
                 os.close(fds.pop())
                 continue
             path = prefix + name
-            if excluded(path):
-                continue
             try:
                 status = os.stat(name, dir_fd=fds[-1], follow_symlinks=False)
                 if not stat.S_ISDIR(status.st_mode):

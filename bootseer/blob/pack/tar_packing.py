@@ -6,7 +6,7 @@ path leads through symbolic links inside the root, missing parent directories ar
 """
 
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
 from bootseer.base.content_digest import ContentHasher, content_digest
@@ -44,23 +44,19 @@ def pack_tar(
     level: int = 3,
     frame_bytes: int = FRAME_BYTES,
     threads: int | None = None,
-    on_progress: Callable[[int], None] | None = None,
     must_end: bool = False,
 ) -> Tree:
     """Write the blob of an uncompressed tar archive to `sink` (buffered), and return its tree.
 
     A leading "/" or "./" of names is removed; whiteouts (".wh.x") are plain files here. `stream` is
-    read to its end. `on_progress` is called with counts of bytes done. With `must_end`, an archive
-    without a zero block after its last member is refused as cut off; use it for an archive without
-    a known digest.
+    read to its end. With `must_end`, an archive without a zero block after its last member is
+    refused as cut off; use it for an archive without a known digest.
 
     Raises: CorruptError for a malformed archive, for example a wrong checksum, a name with "..", or
     a hard link to a name that does not precede it; UnsupportedError for a multi-volume archive. The
     content of `sink` is then unusable.
     """
-    with FrameWriter(
-        sink, level=level, frame_bytes=frame_bytes, threads=threads, on_progress=on_progress
-    ) as writer:
+    with FrameWriter(sink, level=level, frame_bytes=frame_bytes, threads=threads) as writer:
         reader = TarReader(stream)
         unpacked = Unpacked()
         for member in reader:

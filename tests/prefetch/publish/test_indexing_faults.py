@@ -76,7 +76,7 @@ def assert_nothing_dangles(store: Store) -> None:
 INDEXER = textwrap.dedent("""
     import os, signal, sys
     from pathlib import Path
-    from bootseer.prefetch.publish.indexing import index_image
+    from bootseer.prefetch.publish import indexing
     from bootseer.prefetch.sources import open_source
     from bootseer.store import Store, open_store
 
@@ -103,7 +103,8 @@ INDEXER = textwrap.dedent("""
 
     Store.publish = deadly_publish
     with open_source(source, Path(work)) as image, open_store(store) as opened:
-        index_image(image, opened, Path(work), workers=1)
+        indexing.WORKERS = 1
+        indexing.index_image(image, opened, Path(work))
 """)
 
 
