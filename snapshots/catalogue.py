@@ -49,7 +49,7 @@ from bootseer.snapshots.scan import STAGING_PREFIX, text_of
 from bootseer.store import Store
 from bootseer.store.objects.records import ONE_DOCUMENT, Links, ObjectFormat, RecordEntry
 from bootseer.store.objects.uses import note_use
-from bootseer.transfer.ranges import Chunk, chunks_of, digests_of
+from bootseer.transfer.ranges import Chunk, digests_of, even_chunks
 
 logger = logging.getLogger(__name__)
 FOLDER = "snapshots/"
@@ -333,7 +333,7 @@ def decline_index(start: Settings, target: Target) -> None:
 
 def _index_chunks(target: Target) -> tuple[Chunk, ...]:
     stored = target.index
-    return chunks_of(index_key(stored.digest), stored.size_bytes, stored.chunks)
+    return even_chunks(index_key(stored.digest), stored.size_bytes, stored.chunks)
 
 
 def _decode_tree(target: Target, data: bytes) -> Tree:

@@ -19,14 +19,14 @@ class WorkStoppedError(Exception):
 
 
 class StoppableProgress:
-    """Progress callback that raises StoppedError once `stop` was called."""
+    """Progress callback that raises WorkStoppedError once `stop` was called."""
 
     def __init__(self, on_progress: Callable[[int], None] | None) -> None:
         self._on_progress = on_progress
         self._is_stopped = threading.Event()
 
     def stop(self) -> None:
-        """Make every further report of progress raise StoppedError. Idempotent."""
+        """Make every further report of progress raise WorkStoppedError. Idempotent."""
         self._is_stopped.set()
 
     def __call__(self, count: int) -> None:

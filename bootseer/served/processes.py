@@ -120,7 +120,7 @@ class _ReportMessage(Struct, frozen=True):
 
 
 class Carrier(Protocol):
-    """Process that was begun; it ends after it has its plan, when its child serves."""
+    """First process of a background process; it exits once its child serves the plan."""
 
     pid: int
 
@@ -464,7 +464,7 @@ def serve(
 
 
 class Report:
-    """The one message to the process that started this one. A forked copy has its own."""
+    """Message to the process that started this one, sent once. A forked copy has its own."""
 
     def __init__(self, role: Role) -> None:
         self._fd = _REPORT

@@ -151,7 +151,7 @@ def digests_of(data: bytes) -> ChunkDigests:
     return tuple(content_digest(view[start : start + CHUNK_BYTES]).hex() for start in starts)
 
 
-def chunks_of(key: str, size_bytes: int, digests: Sequence[str]) -> tuple[Chunk, ...]:
+def even_chunks(key: str, size_bytes: int, digests: Sequence[str]) -> tuple[Chunk, ...]:
     """Return the chunks of the object `key`; empty if `digests` are not as many."""
     starts = range(0, size_bytes, CHUNK_BYTES)
     if len(starts) != len(digests):

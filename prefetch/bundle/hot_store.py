@@ -41,7 +41,7 @@ from bootseer.prefetch.record.hotset import SCATTERED_COUNT_MAX, HotSet
 from bootseer.prefetch.record.trace import Trace
 from bootseer.settings.config import Settings
 from bootseer.store import Store
-from bootseer.transfer.ranges import Chunk, ChunkDigests, chunks_of
+from bootseer.transfer.ranges import Chunk, ChunkDigests, even_chunks
 
 _log = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ def decline_header(start: Settings, pointer: HotPointer) -> None:
 
 def _header_chunks(pointer: HotPointer) -> tuple[Chunk, ...]:
     key = header_key(pointer.bundle_digest)
-    return chunks_of(key, pointer.header_bytes, pointer.header_chunks)
+    return even_chunks(key, pointer.header_bytes, pointer.header_chunks)
 
 
 def decode_bundle(

@@ -30,7 +30,7 @@ from bootseer.prefetch.index.records import (
 )
 from bootseer.settings.config import Settings
 from bootseer.store import Store
-from bootseer.transfer.ranges import chunks_of
+from bootseer.transfer.ranges import even_chunks
 
 _PREFIX = re.compile(r"(?:sha256:)?([0-9a-f]{6,64})")
 _QUOTED_BYTES_MAX = 240
@@ -279,7 +279,7 @@ def load_start_index(settings: Settings, store: Store, record: ImageRecord) -> b
     Raises: as `load_index`.
     """
     digest, name = record.index_digest, f"image {record.reference}"
-    chunks = chunks_of(index_key(digest), record.index_size_bytes, record.index_chunks)
+    chunks = even_chunks(index_key(digest), record.index_size_bytes, record.index_chunks)
 
     def fetch() -> bytes:
         data = read_whole(settings, chunks)

@@ -76,7 +76,7 @@ def leads_session() -> bool:
 
 
 def main() -> NoReturn:
-    """Be the worker that the launcher has started."""
+    """Have the preloader fork the worker, and stand in for it; else start ordinarily."""
     connection = None
     try:
         connection, reason = _ask()

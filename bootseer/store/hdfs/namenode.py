@@ -252,9 +252,9 @@ class NameNodes:
     # ---- whether calls are accepted -------------------------------------------------------------
 
     def check(self) -> bool:
-        """Return whether the configuration requires Kerberos, or raise if no client would get on.
+        """Return whether the configuration requires Kerberos, after checking that clients can work.
 
-        hdfs-native would retry in these cases until its deadline without naming the reason.
+        Where they cannot, hdfs-native would retry until its deadline without naming the reason.
 
         Raises: UnavailableError if the address of the NameNode takes no connections or belongs to
         another server; PermissionDeniedError if the NameNode requires Kerberos and the

@@ -532,7 +532,7 @@ class _Read(Struct, eq=False):
 
 
 class _Doubt(Struct):
-    """Slowness that reads from a DataNode showed until they were given up."""
+    """Lower bound of a DataNode's slowness, from reads that were given up."""
 
     pace: float
     """Seconds per byte, at least."""
@@ -559,9 +559,10 @@ class _Group(Struct, eq=False):
 def divide(
     amount: float, loads: Mapping[Address, float], speeds: Mapping[Address, float]
 ) -> dict[Address, float]:
-    """Return the part of `amount` for each DataNode: those that get one are then done together.
+    """Divide `amount` among DataNodes so that all that get a part finish at the same time. Pure.
 
-    Pure. `loads`: what each DataNode has to do already; `speeds`: what it does in a unit of time.
+    `loads`: work that each DataNode has already; `speeds`: its work in a unit of time. Return the
+    part of each.
     """
     level = load = speed = 0.0
     for address in sorted(loads, key=lambda one: loads[one] / speeds[one]):

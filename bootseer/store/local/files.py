@@ -11,10 +11,9 @@ from collections.abc import Callable
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.store.backend import FileInfo, Piece, Writer
 from bootseer.store.local.beneath import file_mode, make_directory, sync_fd
+from bootseer.store.paths import TEMPORARY
 from bootseer.transfer.attempt import Attempt
 
-TEMPORARY = ".tmp"
-"""Folder in which a replacement is written first; `Store` has its temporary files there too."""
 CALL_BYTES_MAX = 1 << 30
 """Largest read or write per system call; Linux moves at most 0x7ffff000 bytes."""
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
