@@ -207,7 +207,7 @@ def disk_view(manifest: Manifest, directory: Path | None = None) -> View:
         if not host.is_dir():
             raise NotFoundError(f"{host} is not there to be compared; `snapshot restore` makes it")
         try:
-            trees[path] = tar_directory(host, lambda data: None, one_file_system=True)
+            trees[path] = tar_directory(host, lambda data: None)
         except OSError as error:
             raise from_oserror(error, f"read {host}") from error
     return View(trees)

@@ -479,7 +479,7 @@ class RegistryClient(Closing):
         if self._has_referrers:
             try:
                 query = {"artifactType": artifact_type}
-                pages = list(self._pages("pull", f"referrers/{digest}", query))
+                pages = list(self._pages(f"referrers/{digest}", query))
             except (NotFoundError, UnsupportedError, InvalidInputError):
                 self._has_referrers = False
         if not self._has_referrers:
@@ -511,9 +511,7 @@ class RegistryClient(Closing):
         index = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": list(entries)}
         self.push_manifest(fallback_tag(digest), INDEX_TYPE, json.dumps(index).encode())
 
-    def _pages(
-        self, capability: str, path: str, query: Mapping[str, str]
-    ) -> Iterator[Mapping[str, Any]]:
+    def _pages(self, path: str, query: Mapping[str, str]) -> Iterator[Mapping[str, Any]]:
         def get(session: RegistrySession) -> tuple[Mapping[str, Any], str]:
             response = session.open("GET", url, query=query)
             data = response.read_all(MANIFEST_BYTES_MAX, self._deadline_s)
@@ -522,7 +520,7 @@ class RegistryClient(Closing):
 
         url = path
         for _ in range(_PAGES_MAX):
-            page, url = self._ask(capability, get)
+            page, url = self._ask("pull", get)
             yield page
             if not url:
                 return

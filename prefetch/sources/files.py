@@ -105,7 +105,7 @@ class DirectoryLayer(Struct, frozen=True):
 
     def pull(self, sink: Sink, on_progress: Callable[[int], None]) -> LayerTree:
         """See `Layer.pull`."""
-        tree = tar_directory(self.root, sink, one_file_system=True, on_progress=on_progress)
+        tree = tar_directory(self.root, sink, on_progress=on_progress)
         return LayerTree(tree, is_changeset=False)
 
 

@@ -112,16 +112,15 @@ def tar_directory(
     root: str | os.PathLike[str],
     sink: Callable[[bytes], object],
     *,
-    one_file_system: bool = False,
     on_progress: Callable[[int], None] | None = None,
 ) -> Tree:
-    """Pass the tar stream of a directory to `sink`, and return its tree.
+    """Pass the tar stream of a directory on one file system to `sink`, and return its tree.
 
     The stream is that of the blob which `pack_directory` makes, and `pack_tar` of the stream makes
     the same blob. The tree differs from that of `pack_directory` in the blob only, which has no
     frames. Raises: as `pack_directory`.
     """
-    entries = _walk(root, paths=None, one_file_system=one_file_system)
+    entries = _walk(root, paths=None, one_file_system=True)
     return _write(root, entries, PlainWriter(sink, on_progress), _NO_REUSED_FILES, _NO_IDENTITIES)
 
 
