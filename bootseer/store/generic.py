@@ -99,6 +99,8 @@ class FsspecBackend(Backend):
                 opened = self._caller.run(
                     lambda _: self._url_to_fs(), self._deadline_s, f"open {self.url}"
                 )
+            except BootseerError:
+                raise
             except Exception as error:
                 raise self._not_opened(error) from error
             # Threads that open it at once get one object from fsspec, or connect twice.
@@ -108,8 +110,6 @@ class FsspecBackend(Backend):
     def _not_opened(self, error: Exception) -> BootseerError:
         """Return the BootseerError for an exception of the file system's constructor."""
         what = f"open {self.url}"
-        if isinstance(error, BootseerError):
-            return error
         if isinstance(error, OSError) and error.errno and error.errno > 0:
             return from_oserror(error, what)
         reason = redact(str(error)) or type(error).__name__
@@ -131,6 +131,8 @@ class FsspecBackend(Backend):
             try:
                 with self._guard:
                     return work(call)
+            except BootseerError:
+                raise
             except Exception as error:
                 raise self._translate(error, what) from error
 
@@ -311,8 +313,6 @@ class FsspecBackend(Backend):
 
     def _translate(self, error: Exception, what: str) -> BootseerError:
         """Return the BootseerError for an exception of the file system."""
-        if isinstance(error, BootseerError):
-            return error
         if isinstance(error, FileNotFoundError):
             return NotFoundError(f"cannot {what}: it does not exist")
         if isinstance(error, FileExistsError):
