@@ -16,7 +16,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "report": ("report", "Explain where the time of a start went."),
     "watch": ("report", "Follow a start that is under way."),
     "doctor": ("doctor", "Check this machine and say what to do."),
-    "config": ("node", "Show the settings and where each came from."),
+    "config": ("config", "Show the settings and where each came from."),
     "gc": ("gc", "Delete unused objects from the shared store."),
     "demo": ("demo", "Launch a job twice on this machine and compare."),
     "image": ("", "Container images: index once, then mount and run lazily on any node."),

@@ -1,4 +1,4 @@
-"""Commands about this node: its mounts and processes, its settings, and its jobs of Slurm."""
+"""`bootseer status`, `unmount` and `slurm`: mounts and background processes of this node."""
 
 import os
 import time
@@ -10,15 +10,13 @@ import click
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
-from bootseer.base.redact import redact
-from bootseer.cli.command_tree import command, current_config, current_settings
+from bootseer.cli.command_tree import command, current_settings
 from bootseer.cli.grammar import STANDBY, defaults
 from bootseer.cli.options import time_option
 from bootseer.cli.show import emit_table, shows
 from bootseer.cli.text import human_bytes, printable, say, warn_unwritten
 from bootseer.errors import EXIT_FAILURE, EXIT_OK, DeadlineError, NotFoundError
 from bootseer.served.status import StatusEntry
-from bootseer.settings.config import TABLE, variable_of
 
 CHECKPOINTS = ("checkpoints", "volume")
 _COLUMNS = ("kind", "what", "where", "since", "server", "users", "health")
@@ -323,46 +321,6 @@ def unmount(directory: Path, timeout_s: float | None, lazy: bool) -> Unmounted:
 
     unmount_image(settings, directory, timeout_s=wait_s)
     return Unmounted(str(path))
-
-
-# ---- config --------------------------------------------------------------------------------------
-
-
-class ShownSetting(Struct):
-    """Setting, by its name in the table of settings."""
-
-    value: str | int | float
-    """Value in the notation of a flag; a URL without credentials."""
-    source: str
-    """Flag, variable, file or default."""
-    variable: str
-    """Name of its environment variable."""
-
-
-def _show_settings(found: dict[str, ShownSetting]) -> None:
-    emit_table(
-        ("setting", "value", "source", "variable"),
-        ((name, one.value, one.source, one.variable) for name, one in found.items()),
-    )
-
-
-@command("config", epilog="Example: bootseer config --json")
-@shows(dict[str, ShownSetting], text=_show_settings)
-def config() -> dict[str, ShownSetting]:
-    """Print every setting, its value, its source and its variable."""
-    loaded = current_config()
-    return {
-        name: ShownSetting(
-            _shown(name, getattr(loaded.settings, name)), loaded.sources[name], variable_of(name)
-        )
-        for name in TABLE
-    }
-
-
-def _shown(name: str, value: object) -> str | int | float:
-    # The output is pasted into tickets, so a URL is shown without user name and password.
-    text = TABLE[name].kind.show(value)
-    return redact(text) if name == "store_url" and isinstance(text, str) else text
 
 
 # ---- slurm ------------------------------------------------------------------------------------

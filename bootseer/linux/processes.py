@@ -11,7 +11,6 @@ import logging
 import os
 import select
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -337,6 +336,8 @@ def notify_systemd(state: str) -> None:
     name = os.environ.get("NOTIFY_SOCKET", "")
     if not name:
         return
+    import socket  # here, since every start loads this module
+
     address = f"\0{name[1:]}" if name.startswith("@") else name
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
