@@ -112,9 +112,7 @@ def checkpoint_cp(
     sources: tuple[str, ...],
     target: str,
     recursive: bool,
-    stripe_unit: int | None,
-    stripe_count: int | None,
-    layout: str,
+    **form: Any,
 ) -> CopiedFiles:
     """Copy files into, out of or between striped trees.
 
@@ -133,10 +131,7 @@ def checkpoint_cp(
         def place(text: str) -> CopyPlace:
             if not is_url(text):
                 return CopyPlace(None, os.path.abspath(text))
-            context = _opened(
-                text, stripe_unit=stripe_unit, stripe_count=stripe_count, layout=layout
-            )
-            return stack.enter_context(context)
+            return stack.enter_context(_opened(text, **form))
 
         into = place(target)
         is_into = target.endswith("/") or into.is_dir()
@@ -630,10 +625,8 @@ def _show_converted(done: Converted) -> None:
 def checkpoint_convert(
     url: str,
     recursive: bool,
-    stripe_unit: int | None,
-    stripe_count: int | None,
-    layout: str,
     grace_s: float,
+    **form: Any,
 ) -> Converted:
     """Store files in another form: striped, plain, or with another unit or count.
 
@@ -649,7 +642,7 @@ def checkpoint_convert(
     converted = size_bytes = 0
     failed: list[tuple[str, BootseerError]] = []
     had_parts_s: float | None = None
-    with _opened(url, stripe_unit=stripe_unit, stripe_count=stripe_count, layout=layout) as place:
+    with _opened(url, **form) as place:
         storage = place.storage
         assert storage is not None
         if place.is_dir() and not recursive:
