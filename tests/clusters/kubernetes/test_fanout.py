@@ -23,6 +23,20 @@ from testbed.waiting import wait_for
 
 COUNT = 4
 SIZE_BYTES = 24 << 20
+WORKLOAD = "train"
+# On the machine of the control plane, which reaches the store.
+_PUBLISH = """
+import sys
+from pathlib import Path
+from bootseer.prefetch.publish.publishing import wait_published
+from testbed.mounts.image_mounts import checksums_in_child, index, mounted, settings_at
+folder, store, name = Path(sys.argv[1]), *sys.argv[2:]
+maker = settings_at(folder / "maker", store_url=store)
+index(maker, folder / "made", name)
+with mounted(maker, name, folder / "mnt") as image:
+    checksums_in_child([image.directory / "weights"])
+assert wait_published(maker, 60)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +48,32 @@ def site(cluster: KubernetesCluster, installed: Installation) -> Iterator[Instal
     installed.wait_ready()
 
 
-def _make_environment(site: Installation, name: str, folder: Path) -> str:
-    """Publish an environment that no node has; return the SHA-256 of its file `weights`."""
+def _make_image(site: Installation, name: str, folder: Path) -> str:
+    """Publish an image that no node has, and the record of a start that has read all of it.
+
+    Returns the SHA-256 of its file `weights`.
+    """
     data = os.urandom(SIZE_BYTES)
     (folder / "made").mkdir()
     (folder / "made/weights").write_bytes(data)
     site.cluster.lan.run(
-        sys.executable, "-m", "bootseer", "--store", site.store,
-        "--cache-dir", folder / "cache", "--run-dir", folder / "run",
-        "snapshot", "create", "--target", folder / "made", "--name", name,
+        *(sys.executable, "-c", _PUBLISH, folder, site.store, name),
         env={"PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
+    )
+    return hashlib.sha256(data).hexdigest()
+
+
+def _make_environment(site: Installation, name: str, folder: Path) -> str:
+    """Publish an environment that no node has; return the SHA-256 of its file `weights`."""
+    data = os.urandom(1 << 20)
+    (folder / "made").mkdir()
+    (folder / "made/weights").write_bytes(data)
+    site.cluster.lan.run(
+        *(sys.executable, "-m", "bootseer", "--store", site.store),
+        *("--cache-dir", folder / "cache", "--run-dir", folder / "run"),
+        *("snapshot", "create", "--target", folder / "made", "--name", name),
+        env={"PYTHONPATH": str(REPOSITORY)},
+    )
     return hashlib.sha256(data).hexdigest()
 
 
@@ -90,8 +119,13 @@ def _run(site: Installation, name: str, template: dict[str, Any], digest: str) -
     return nodes
 
 
-def _assert_fed(site: Installation, job: str, nodes: set[str], folder: Path) -> None:
-    """Assert that the report of the start tells who fed whom, and of about one copy."""
+def _assert_fed(
+    site: Installation, job: str, nodes: set[str], folder: Path, bytes_min: int = 1
+) -> None:
+    """Assert that the report of the start tells who fed whom, and of about one copy.
+
+    Each node has received `bytes_min` bytes at least.
+    """
     rows = folder / "rows"
     command: list[str | Path] = [
         *(sys.executable, "-m", "bootseer", "--store", site.store),
@@ -106,7 +140,7 @@ def _assert_fed(site: Installation, job: str, nodes: set[str], folder: Path) -> 
     wait_for(lambda: fan_out()["node_count"] == COUNT, "the figures", timeout_s=90, interval_s=1.0)
     found = fan_out()
     each = found["received_bytes"] / COUNT
-    assert each >= SIZE_BYTES
+    assert each >= bytes_min
     # Every node for itself would be four. On a busy machine a node may be silent for a second, and
     # another one then reads a part of the store.
     assert found["store_bytes"] < 2 * each, found
@@ -118,25 +152,26 @@ def _assert_fed(site: Installation, job: str, nodes: set[str], folder: Path) -> 
     assert len(fed) >= COUNT - 1, said
 
 
-def test_an_environment_leaves_the_store_about_once(
+def test_what_a_start_reads_of_an_image_leaves_the_store_about_once(
     site: Installation, shell: str, tmp_path: Path
 ) -> None:
-    digest = _make_environment(site, "fed", tmp_path)
-    template = pod("fed", shell, "sha256sum /env/weights; exec sleep 3600")
+    digest = _make_image(site, "fed:1", tmp_path)
+    template = pod("fed", shell, "sha256sum /data/weights; exec sleep 3600")
     attributes = {
-        "kind": "environment", "environment": "fed",
+        "kind": "image", "image": "fed:1", "workload": WORKLOAD,
         "job": "fed", "submission": "s1", "nodes": str(COUNT),
     }  # fmt: skip
     volume = {"driver": "csi.bootseer.io", "readOnly": True, "volumeAttributes": attributes}
-    template["spec"]["volumes"] = [{"name": "env", "csi": volume}]
+    template["spec"]["volumes"] = [{"name": "data", "csi": volume}]
     (container,) = template["spec"]["containers"]
-    container["volumeMounts"] = [{"name": "env", "mountPath": "/env"}]
-    _assert_fed(site, "fed", _run(site, "fed", template, digest), tmp_path)
+    container["volumeMounts"] = [{"name": "data", "mountPath": "/data"}]
+    _assert_fed(site, "fed", _run(site, "fed", template, digest), tmp_path, SIZE_BYTES)
 
 
 def test_an_annotation_makes_volumes_that_feed_each_other(
     site: Installation, shell: str, tmp_path: Path
 ) -> None:
+    # No earlier start has read it, so that its manifest and index travel alone.
     digest = _make_environment(site, "annotated", tmp_path)
     annotations = {"bootseer.io/environment": "annotated", "bootseer.io/fanout": "auto"}
     script = "sha256sum /opt/environment/weights; exec sleep 3600"
