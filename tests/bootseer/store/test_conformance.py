@@ -343,6 +343,16 @@ def test_makes_and_deletes_folders(backend: Backend) -> None:
         backend.stat("a/b/file")
 
 
+def test_a_new_folder_is_listed_and_empty(backend: Backend) -> None:
+    """The object of an empty folder in a bucket is hidden."""
+    if backend.url.startswith("oci:"):
+        raise MissingError("a registry keeps no empty folders")
+    backend.mkdir("a/b")
+    assert [(info.path, info.is_dir) for info in backend.list("a")] == [("a/b", True)]
+    assert list(backend.list("a/b")) == []
+    assert list(backend.list_tree("a") or ()) == []
+
+
 def test_a_file_is_no_parent(backend: Backend) -> None:
     if backend.url.startswith("memory:"):
         raise MissingError("fsspec's memory file system allows names below a file")
