@@ -530,8 +530,7 @@ def _earlier(source: Source, job: str) -> Sequence[float]:
     starts = list_starts(source, job)
     if not starts:
         raise NotFoundError(f"no timeline of job {job!r} in {source.where}")
-    found = [explained(one) for one in starts[1 : _EARLIER_MAX + 1]]
-    models = [start.model for start in found if start is not None]
+    models = [StartModel(read_graph(one.bounded())) for one in starts[1 : _EARLIER_MAX + 1]]
     return [model.measured_s for model in models if model.is_ready]
 
 
