@@ -33,7 +33,7 @@ from bootseer.report.explain import (
     progress,
 )
 from bootseer.report.export import analysis_document, to_rows, to_trace
-from bootseer.report.graph import node_of
+from bootseer.report.graph import node_of, process_name
 from bootseer.report.others.foreign_stage import ForeignStage
 from bootseer.report.others.kubernetes import WithPods
 from bootseer.report.others.placing import ADAPTERS, ForeignStages, ask_slurm, read_other
@@ -560,7 +560,7 @@ def _lines(job: str, found: StartProgress) -> list[str]:
         if stage.open_count:
             lines.append(f"  {stage.name}: open on {stage.open_count}, done on {stage.done_count}")
     for one in found.hanging:
-        where = f"{one.node}/{one.rank}" if one.rank >= 0 else one.node
+        where = process_name(one.node, one.rank)
         times = f"open for {one.open_s:.0f} s, median {one.median_s:.1f} s"
         lines.append(f"  {where} hangs in {one.stage}: {times}")
     return lines

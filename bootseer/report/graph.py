@@ -275,6 +275,11 @@ def node_of(stage: Stage) -> str:
     return str(stage.resource.get("host.name", "?"))
 
 
+def process_name(node: str, rank: int) -> str:
+    """Return NODE/RANK, as reports name a process; NODE for a process without a rank."""
+    return f"{node}/{rank}" if rank >= 0 else node
+
+
 def rank_of(stage: Stage) -> int:
     """Return the rank of the process that wrote a stage, or `NO_RANK`."""
     rank = stage.resource.get("bootseer.rank", NO_RANK)

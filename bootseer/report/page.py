@@ -16,7 +16,7 @@ from typing import Any
 from bootseer.report.decoding import ImportRow
 from bootseer.report.explain import Analysis, StartModel
 from bootseer.report.export import analysis_document
-from bootseer.report.graph import BEFORE_LAUNCHER, NO_RANK, Group, begin_of, end_of
+from bootseer.report.graph import BEFORE_LAUNCHER, NO_RANK, Group, begin_of, end_of, process_name
 from bootseer.report.peers import PeerGroup, base_of
 
 _GANTT_PROCESSES_MAX = 40
@@ -119,7 +119,7 @@ def _gantt(model: StartModel, analysis: Analysis) -> list[dict[str, Any]]:
     shown.sort(key=lambda one: (begins[one[2].nodes[one[3]]], one[2].nodes[one[3]], one[1]))
     return [
         {
-            "name": f"{group.nodes[row]}{f'/{group.ranks[row]}' if group.ranks[row] >= 0 else ''}",
+            "name": process_name(group.nodes[row], group.ranks[row]),
             "role": group.role,
             "cause": causes.get(group.nodes[row], ""),
             "on_path": order == -2,

@@ -22,6 +22,7 @@ from bootseer.report.graph import (
     Step,
     begin_of,
     end_of,
+    process_name,
 )
 from bootseer.report.peers import PeerGroup, Peers
 from bootseer.report.replay import Interval, ready_spans
@@ -271,10 +272,10 @@ def _missed(graph: StartGraph, key: str, waits: list[_Wait]) -> MissedBarrier:
     absent: list[str] = []
     if expected_count:
         roles = {one.group.role for one in waits}
-        absent = [_shown(*one) for one in _candidates(graph, roles) if one not in came]
+        absent = [process_name(*one) for one in _candidates(graph, roles) if one not in came]
     return MissedBarrier(
         barrier=key,
-        gave_up=tuple(_shown(*_process(one.group, one.row)) for one in waits),
+        gave_up=tuple(process_name(*_process(one.group, one.row)) for one in waits),
         expected_count=expected_count,
         came_count=len(came),
         absent=tuple(absent),
@@ -312,7 +313,3 @@ def _candidates(graph: StartGraph, roles: set[str]) -> list[tuple[str, int]]:
 
 def _process(group: Group, row: int) -> tuple[str, int]:
     return group.nodes[row], group.ranks[row]
-
-
-def _shown(node: str, rank: int) -> str:
-    return node if rank == NO_RANK else f"{node}/{rank}"

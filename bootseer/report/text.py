@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from bootseer.report.explain import Analysis
-from bootseer.report.graph import LAUNCHER
+from bootseer.report.graph import LAUNCHER, process_name
 from bootseer.report.path import PathSegment
 
 # Segments with a smaller share of the critical path are summed up.
@@ -49,7 +49,7 @@ def headline(analysis: Analysis) -> str:
 def _delay(analysis: Analysis) -> Iterator[str]:
     if (one := analysis.delay) is not None:
         why = f"{one.cause.name}: {one.cause.evidence}" if one.cause.evidence else one.cause.name
-        line = f"held by {_process(one.node, one.rank)} in {one.stage}: {one.seconds:.1f} s, "
+        line = f"held by {process_name(one.node, one.rank)} in {one.stage}: {one.seconds:.1f} s, "
         line += f"{_gpu_time(one.gpu_hours)} ({why})"
         if one.alone_s < 0.8 * one.seconds:
             line += f"; other nodes are slow, too: alone it costs {one.alone_s:.1f} s"
@@ -83,11 +83,7 @@ def _shortened(analysis: Analysis) -> tuple[list[PathSegment], float]:
 
 def _of(segment: PathSegment) -> str:
     role = "" if segment.role == LAUNCHER else f" ({segment.role})"
-    return f"{segment.label} on {_process(segment.node, segment.rank)}{role}"
-
-
-def _process(node: str, rank: int) -> str:
-    return f"{node}/{rank}" if rank >= 0 else node
+    return f"{segment.label} on {process_name(segment.node, segment.rank)}{role}"
 
 
 def _missed(analysis: Analysis) -> Iterator[str]:
@@ -120,7 +116,7 @@ def _blame(analysis: Analysis) -> Iterator[str]:
         cause = causes.get(one.node)
         why = f"; {cause.name}: {cause.evidence}" if cause and cause.evidence else ""
         yield (
-            f"{one.barrier}: {_process(one.node, one.rank)} came {one.late_s:.1f} s after the "
+            f"{one.barrier}: {process_name(one.node, one.rank)} came {one.late_s:.1f} s after the "
             f"median" + (f" (lost in {where}{why})" if where else "")
         )
 
