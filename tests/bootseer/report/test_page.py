@@ -136,6 +136,14 @@ def test_a_start_of_nothing_is_drawn(tmp_path: Path) -> None:
     assert 'id="flame"' not in shown
 
 
+def test_the_imports_are_those_of_the_process_that_took_longest() -> None:
+    """The time of a module includes the modules that it imports, which count no second time."""
+    nested = '[["torch", 0, 0, 900], ["torch._C", 1, 0, 800]]'
+    longest = '[["numpy", 0, 0, 1000]]'
+    for bodies in ([nested, longest], [longest, nested]):
+        assert [row[0] for row in imports_of(bodies)] == ["numpy"]
+
+
 def test_of_many_slow_nodes_the_worst_are_drawn_beside_a_typical_one() -> None:
     model = StartModel(
         StartGraph(tracks(Recipe(300, 4, tuple(some_faults(60, 300, severity=3.0)))))

@@ -216,6 +216,9 @@ def test_a_pod_without_a_number_reads_the_store(tmp_path: Path) -> None:
         pod = {"csi.storage.k8s.io/pod.name": "llm-x7k2p", "csi.storage.k8s.io/pod.namespace": "t"}
         assert (node.publish("a", {**volume, **pod}) / "module.py").read_bytes() == b"value = 1\n"
         assert "the pod t/llm-x7k2p has no number below 4" in node.log()
+        beyond = {**pod, "csi.storage.k8s.io/pod.name": "llm-4-x7k2p"}
+        assert (node.publish("c", {**volume, **beyond}) / "module.py").is_file()
+        assert "the pod t/llm-4-x7k2p has no number below 4" in node.log()
         checkpoint = {"kind": "checkpoint", "source": "hdfs://namenode/a", **START}
         for wrong in (
             *({**volume, "nodes": nodes} for nodes in ("many", "-1", "99999999")),
