@@ -596,7 +596,8 @@ class SourcePlan:
             for node in self._ancestors:
                 if node in offers and self._can_use(now_s, offers[node]):
                     return self._take(now_s, node, self._reason)
-        fed = [one for one in fed if self._lost_source not in one.path]
+        if self._reason is not Reason.BUSY:
+            fed = [one for one in fed if self._lost_source not in one.path]
         best = self._choose(now_s, fed, self.count)
         if best is not None:
             if offers[best].streams >= FAIR_STREAMS and self._search(now_s, offers):

@@ -219,6 +219,16 @@ def test_a_source_that_sent_wrong_bytes_is_never_asked_again() -> None:
     assert plan.source == STORE
 
 
+def test_nodes_that_a_busy_node_feeds_are_sources() -> None:
+    """A named fault: nodes behind a full one went without a source until it had room."""
+    plan = plan_of(0)
+    plan.step(0.0)
+    plan.count = 1
+    plan.lost(2.0, Reason.BUSY)
+    assert isinstance(plan.step(2.0), Ask)
+    assert plan.answered(2.1, [Offer(2, 9, 1, (1, 3, STORE))]) == Take(2, Reason.BUSY)
+
+
 def test_a_path_ends_at_the_store() -> None:
     plan = plan_of(0)
     plan.step(0.0)
