@@ -302,13 +302,19 @@ def _be_node(
     cpu_s = time.process_time()
     exchange = exchange or Exchange(addresses, number, _KEY, trees, listener=_listen())
     exchange.join(chunks.name, file, _Origin((site.address(STORE), _PORT), chunks))
-    first_s = 0.0
-    counts: tuple[int, ...] = (0, 0)
-    while sum(counts) < len(chunks.lengths):
-        # Not `fetch`: the processes of a node read the file themselves.
-        counts, _ = exchange.progress(chunks.name, counts, _LIMIT_S)
+    first_s, whole = 0.0, threading.Event()
+
+    def told(counts: tuple[int, ...], is_over: bool) -> bool:
+        nonlocal first_s
         if counts[0]:
             first_s = first_s or time.monotonic() - begin_s
+        if sum(counts) == len(chunks.lengths):
+            whole.set()
+        return True
+
+    # Not `fetch`: the processes of a node read the file themselves.
+    exchange.watch(chunks.name, told)
+    whole.wait(_LIMIT_S)
     took_s, cpu_s = time.monotonic() - begin_s, time.process_time() - cpu_s
     expected = content_digest((file.parent / "object").read_bytes())
     talk.say(

@@ -62,7 +62,7 @@ class Documents:
         trees: Trees,
         *,
         loop: asyncio.AbstractEventLoop,
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
         open_link: Callable[[int, float], Awaitable[Link]],
         keep_link: Callable[[int, Link], None],
         read_store: Callable[[str], Awaitable[bytes]],

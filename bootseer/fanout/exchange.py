@@ -1,8 +1,9 @@
 """Exchange of objects between the nodes of a job: one node receives them and sends them on.
 
 Each object that the node joins is a `_Share`: a file that fills up with verified chunks. For each
-of its two trees a task (`_follow`) carries out the `SourcePlan`: it reads from another node or from
-the store, and changes when the plan says so. Others are served straight from the file, by sendfile.
+of its two trees a `_Follower` carries out the `SourcePlan`: it reads from another node or from the
+store, and changes when the plan says so. A `_Stream` sends the chunks to a node that is fed, from
+memory or straight from the file, in the callback in which they came.
 
 Chunks are verified before they are written, and only written chunks are offered, used or sent. An
 object whose file cannot be written any more fails: its users read the store, and its children
@@ -19,8 +20,8 @@ import os
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -40,7 +41,7 @@ from bootseer.errors import (
 )
 from bootseer.fanout import protocol
 from bootseer.fanout.addresses import NotedAddresses
-from bootseer.fanout.connection import Link, Waiter, connect, settle, welcome
+from bootseer.fanout.connection import Clock, Link, Wanted, connect, settle, welcome
 from bootseer.fanout.documents import Documents
 from bootseer.fanout.gathering import KEPT, REFUSED, WAITING, Gathering
 from bootseer.fanout.objects import ChunkList, decode_list
@@ -65,12 +66,15 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_TICK_S = 0.1
 _PROOF_S = 2.0
 _IDLE_S = 10.0
 """Time after which a connection without a request is closed."""
 _STALLED_S = 5.0
 """Time after which a child that takes no bytes loses its stream."""
+_BEAT_TICKS = 2
+"""Ticks of the clock without a chunk after which a beat is sent: at most `HEARTBEAT_S`."""
+_TELL_EVERY_S = 1.0
+"""Interval in which a user learns that bytes come although no chunk is whole."""
 _STORE_IN_FLIGHT = 2
 """Chunks of a tree that are read from the store at once, unless the object says otherwise."""
 _STORE_THREADS = 32
@@ -80,6 +84,8 @@ _CONNECTIONS_MAX = 512
 _ADDRESS_CONNECTIONS_MAX = 64
 """Limit of connections from one address: a hostile member cannot take all places."""
 _REQUESTS_MAX = 1000
+_LATE_ANSWER_S = 0.1
+"""Where most nodes have answered, the others are given so much more."""
 _SPARE_LINKS_MAX, _SPARE_S = 32, 8.0
 """Connections kept after a question, and for how long: less than `_IDLE_S`."""
 
@@ -112,16 +118,6 @@ class SourceRecord(Struct):
     byte_count: int = 0
     seconds: float = 0.0
     left_because: str = ""
-
-
-class _Stream:
-    """Stream to a node that is fed."""
-
-    __slots__ = ("sending_s",)
-
-    def __init__(self) -> None:
-        self.sending_s: float | None = None
-        """Time at which the current chunk was begun."""
 
 
 class _Buffer:
@@ -158,9 +154,9 @@ class _Share:
         self.store_moved_s: Callable[[], float] = _never
         """Returns the time at which bytes last came from the store, also of unfinished chunks."""
         self.plans: list[SourcePlan] = []
-        self.streams: set[_Stream] = set()
-        self.waiting: list[set[Waiter]] = [set() for _ in range(TREE_COUNT)]
-        """Streams of each tree, which wait for more to send."""
+        self.streams: list[set[_Stream]] = [set() for _ in range(TREE_COUNT)]
+        """Nodes that are fed in each tree."""
+        self.watchers: set[_Watcher] = set()
         self.latest: list[_Buffer | None] = [None] * TREE_COUNT
         """The last chunk of each tree: sent from memory, which costs half as much as from the
         file."""
@@ -200,15 +196,17 @@ class _Share:
                 plan.chunk_bytes = self.chunks.offsets[-1] / count
                 plan.length = chunks_of(tree, count)
 
-    def accept(self, index: int, data: bytes | memoryview) -> None:
-        """Verify and write a chunk. Raises: CorruptError; OSError of the disk."""
+    def accept(self, index: int, buffer: "_Buffer") -> None:
+        """Verify, write, keep and pass on a chunk. Raises: CorruptError; OSError of the disk."""
         chunks = self.chunks
         assert chunks is not None
+        data = buffer.data
         if self.has[index]:
+            self.release(buffer)
             return
         if len(data) != chunks.lengths[index] or content_digest(data) != chunks.digests[index]:
             raise CorruptError(f"chunk {index} of {self.name.hex()[:12]} does not match its digest")
-        offset, left = chunks.offsets[index], memoryview(data)
+        offset, left = chunks.offsets[index], data
         while left:
             written = os.pwrite(self.file, left, offset)
             left, offset = left[written:], offset + written
@@ -221,11 +219,17 @@ class _Share:
                 at += TREE_COUNT
             self.moved_s = time.monotonic()
             self.lock.notify_all()
-        for stream in self.waiting[tree]:
-            stream.settle()
+        buffer.index = index
+        last, self.latest[tree] = self.latest[tree], buffer
+        for stream in self.streams[tree]:
+            stream.pump()
+        for watcher in tuple(self.watchers):
+            watcher.tell()
+        if last is not None:
+            self.release(last)
 
     def take_buffer(self, index: int) -> _Buffer:
-        """Return memory for a frame with this chunk, which `keep` or `release` gives back.
+        """Return memory for a frame with this chunk, for `accept` or `release`.
 
         If there is no such chunk, or nobody knows the chunks, there is only room for the head.
         """
@@ -236,13 +240,6 @@ class _Share:
             if len(memory) >= length:
                 return _Buffer(memory[:length], protocol.FRAME_BYTES)
         return _Buffer(memoryview(bytearray(length)), protocol.FRAME_BYTES)
-
-    def keep(self, buffer: _Buffer, index: int) -> None:
-        """Keep an accepted chunk in memory until the next one of its tree."""
-        tree, buffer.index = index % TREE_COUNT, index
-        last, self.latest[tree] = self.latest[tree], buffer
-        if last is not None:
-            self.release(last)
 
     def release(self, buffer: _Buffer) -> None:
         """Use the memory for another chunk if no stream sends it."""
@@ -256,23 +253,319 @@ class _Share:
         self._tell()
 
     def _tell(self) -> None:
-        """Wake the threads and the streams that wait for chunks."""
+        """Tell the threads, streams and users that wait for chunks."""
         with self.lock:
             self.lock.notify_all()
-        for streams in self.waiting:
-            for stream in streams:
-                stream.settle()
+        for stream in (*self.streams[0], *self.streams[1]):
+            stream.pump()
+        for watcher in tuple(self.watchers):
+            watcher.tell()
+
+    @property
+    def any_moved_s(self) -> float:
+        """Time at which bytes came last, to this node or to those that feed it."""
+        return max(map(self.bytes_moved_s, range(TREE_COUNT)))
 
     def offer(self, own: int, tree: int) -> Offer:
         """Return this node's offer."""
         now_s = time.monotonic()
         streams = sum(
-            one.sending_s is None or now_s - one.sending_s < STUCK_S for one in self.streams
+            one.sending_s is None or now_s - one.sending_s < STUCK_S
+            for fed in self.streams
+            for one in fed
         )
         if not self.plans:
             return Offer(own, self.counts[tree], streams, ())
         self.plans[tree].count = self.counts[tree]
         return self.plans[tree].offer(now_s, streams)
+
+
+class _Watcher:
+    """User of an object on this node, who is told how far it has come."""
+
+    def __init__(
+        self, share: _Share, told: Callable[[tuple[int, ...], bool], bool], clock: Clock
+    ) -> None:
+        self._share, self._told, self._clock = share, told, clock
+        self._last: tuple[tuple[int, ...], bool] | None = None
+        self._told_s = 0.0
+        share.watchers.add(self)
+        clock.add(self._look)
+        self.tell()
+
+    def tell(self) -> None:
+        """Report what is new; what the user does not take is reported at a later tick."""
+        state = tuple(self._share.counts), self._share.error is not None
+        if state == self._last:
+            return
+        try:
+            is_taken, is_last = self._told(*state), state[1]
+        except OSError:
+            is_taken = is_last = True
+        if is_taken:
+            self._last, self._told_s = state, time.monotonic()
+        if is_taken and is_last:
+            self._share.watchers.discard(self)
+            self._clock.remove(self._look)
+
+    def _look(self) -> None:
+        share, now_s = self._share, time.monotonic()
+        if now_s - self._told_s > _TELL_EVERY_S and share.any_moved_s > self._told_s:
+            self._last = None
+        self.tell()
+        if self._last is not None and all(map(share.is_whole, range(TREE_COUNT))):
+            self._clock.remove(self._look)
+
+
+class _Stream:
+    """Chunks of a tree on their way to a node that is fed, and beats meanwhile."""
+
+    def __init__(self, link: Link, share: _Share, own: int, request: Request) -> None:
+        self._link, self._share, self._own, self._tree = link, share, own, request.tree
+        self._count, self._needs_list = request.count, request.needs_list
+        self._ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._begun_s, self._idle_ticks = time.monotonic(), 0
+        self.sending_s: float | None = None
+        """Time at which the current chunk was begun."""
+        # What is being sent: the rest in memory, which may be this buffer's; then of the file.
+        self._left: list[memoryview] = []
+        self._buffer: _Buffer | None = None
+        self._offset = self._length = 0
+
+    async def run(self, clock: Clock) -> None:
+        """Send until the child has the whole tree. Raises: TimeoutError, OSError."""
+        streams = self._share.streams[self._tree]
+        streams.add(self)
+        clock.add(self._look)
+        try:
+            self.pump()
+            await self._ended
+        finally:
+            clock.remove(self._look)
+            streams.discard(self)
+            self._sent()
+
+    def pump(self) -> None:
+        """Send what there is, as far as the line takes it. Does not raise."""
+        if self._ended.done():
+            return
+        try:
+            while self._left or self._length or self._begin():
+                if not self._send_some():
+                    self._link.await_room(self.pump)
+                    return
+                self._sent()
+            self._link.await_room(None)
+            share = self._share
+            if share.error is not None or share.is_whole(self._tree):
+                self._ended.set_result(True)
+        except OSError as error:
+            self._ended.set_exception(error)
+
+    def _begin(self) -> bool:
+        """Begin the list or the next chunk; return whether there is one."""
+        share, chunks = self._share, self._share.chunks
+        if share.error is not None or chunks is None:
+            return False
+        if self._needs_list:
+            self._needs_list, data = False, chunks.encode()
+            self._send_frame(protocol.LIST, len(data), memoryview(data))
+        elif self._count < share.counts[self._tree]:
+            index = self._count * TREE_COUNT + self._tree
+            self._count += 1
+            latest, length = share.latest[self._tree], chunks.lengths[index]
+            if latest is not None and latest.index == index:
+                latest.senders += 1
+                self._buffer = latest
+                self._send_frame(protocol.CHUNK, length, latest.data)
+            else:
+                self._offset, self._length = chunks.offsets[index], length
+                self._send_frame(protocol.CHUNK, length)
+        else:
+            return False
+        return True
+
+    def _send_frame(self, kind: int, length: int, *payload: memoryview) -> None:
+        self._begun_s = time.monotonic()
+        if kind != protocol.BEAT:
+            self.sending_s = self._begun_s
+        self._idle_ticks = 0
+        offer = self._share.offer(self._own, self._tree)
+        self._left = [memoryview(protocol.encode_frame(kind, length, offer)), *payload]
+
+    def _send_some(self) -> bool:
+        """Return whether all that was begun is sent. Raises: OSError."""
+        if not self._link.send_some(self._left, more=self._length > 0):
+            return False
+        while self._length:
+            count = self._link.send_file_some(self._share.file, self._offset, self._length)
+            if not count:
+                return False
+            self._offset, self._length = self._offset + count, self._length - count
+        return True
+
+    def _sent(self) -> None:
+        self.sending_s = None
+        if self._buffer is not None:
+            self._buffer.senders -= 1
+            self._share.release(self._buffer)
+            self._buffer = None
+
+    def _look(self) -> None:
+        """Send a beat where nothing was sent; end the stream of a child that takes nothing."""
+        now_s = time.monotonic()
+        if self._left or self._length:
+            moved_s = max(self._begun_s, self._link.sent_s)
+            if now_s - moved_s > _STALLED_S and not self._ended.done():
+                self._ended.set_exception(TimeoutError("a child takes nothing"))
+            return
+        self._idle_ticks += 1
+        if self._idle_ticks >= _BEAT_TICKS:
+            silent_s = max(0.0, now_s - self._share.bytes_moved_s(self._tree))
+            self._send_frame(protocol.BEAT, int(silent_s * 1000))
+            self.pump()
+
+
+class _Questions:
+    """Connection to a node for questions, which the node answers in their order."""
+
+    def __init__(self, link: Link, node: int, node_count: int, clock: Clock) -> None:
+        self._link, self._node, self._node_count = link, node, node_count
+        self._loop = asyncio.get_running_loop()
+        self._count, self._unsent = 0, b""
+        self._waiting: deque[tuple[float, asyncio.Future[Offer | None]]] = deque()
+        """Questions without an answer: when they were asked, and what becomes the answer."""
+        self._ended = link.begin(self._answers(), _SPARE_S, clock)
+        self._ended.add_done_callback(self._lost)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the node is likely to answer one more."""
+        is_late = bool(self._waiting) and self._loop.time() - self._waiting[0][0] > SILENCE_S
+        return not self._ended.done() and not is_late and self._count < _REQUESTS_MAX // 2
+
+    def ask(self, request: bytes) -> "asyncio.Future[Offer | None]":
+        """Ask one question; the result is None if the node is gone."""
+        answer: asyncio.Future[Offer | None] = self._loop.create_future()
+        self._waiting.append((self._loop.time(), answer))
+        self._count += 1
+        if not self._unsent:
+            # Those of other trees and objects are asked at the same tick.
+            self._loop.call_soon(self._send)
+        self._unsent += request
+        return answer
+
+    def _send(self) -> None:
+        unsent, self._unsent = self._unsent, b""
+        try:
+            if self._ended.done() or self._link.send_some([memoryview(unsent)]):
+                return
+        except OSError:
+            pass
+        self.close()
+
+    def _answers(self) -> Generator[Wanted, int, None]:
+        answer = memoryview(bytearray(protocol.OFFER_BYTES))
+        while True:
+            yield answer, 0, protocol.OFFER_BYTES, None
+            if not self._waiting:
+                raise CorruptError("an answer that nobody asked for")
+            offer = protocol.decode_offer(answer, self._node, self._node_count)
+            _, waiting = self._waiting.popleft()
+            if not waiting.done():
+                waiting.set_result(offer)
+
+    def take(self) -> Link | None:
+        """Return the connection for another use if no answer is waited for, else None."""
+        if self._waiting or self._ended.done():
+            return None
+        self._ended.cancel()
+        self._link.stop()
+        return self._link
+
+    def _lost(self, ended: "asyncio.Future[None]") -> None:
+        if not ended.cancelled():
+            ended.exception()  # Retrieved, or the event loop would log it.
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection: nothing is answered any more. Idempotent."""
+        self._ended.cancel()
+        self._link.close()
+        while self._waiting:
+            _, answer = self._waiting.popleft()
+            if not answer.done():
+                answer.set_result(None)
+
+
+class _Follower:
+    """Carries out the plan of one tree of an object until all of the tree is here."""
+
+    def __init__(self, exchange: "Exchange", share: _Share, tree: int) -> None:
+        self._exchange, self._share, self._tree = exchange, share, tree
+        self._reading: asyncio.Task[Reason] | None = None
+        self._helping: asyncio.Task[Reason] | None = None
+        self._asking: asyncio.Task[list[Offer]] | None = None
+        self._fed = self._helped = SourceRecord(share.name, tree, STORE)
+
+    def look(self) -> None:
+        """Do what the plan says. For the clock, and whenever a task has ended."""
+        share, tree, exchange = self._share, self._tree, self._exchange
+        if share.error is not None or share.is_whole(tree) or exchange.is_closed:
+            exchange.clock.remove(self.look)
+            for task in (self._reading, self._helping, self._asking):
+                _cancel(task)
+            self._reading = self._helping = self._asking = None
+            return
+        plan, now_s = share.plans[tree], time.monotonic()
+        plan.count = share.counts[tree]
+        step: Step | None = None
+        if self._helping is not None and self._helping.done():
+            if self._helping.result() is not Reason.WHOLE:
+                plan.help_ended(now_s, self._helping.result())
+                self._helped.left_because = self._helping.result().value
+            self._helping = None
+        if self._asking is not None and self._asking.done():
+            step, self._asking = plan.answered(now_s, self._asking.result()), None
+        elif self._reading is not None and self._reading.done():
+            self._fed.left_because = self._reading.result().value
+            if self._reading.result() is Reason.OVERTAKEN and self._helping is not None:
+                plan.overtook()
+                self._fed, self._reading, self._helping = self._helped, self._helping, None
+            else:
+                plan.lost(now_s, self._reading.result())
+                self._reading = None
+        step = step or plan.step(now_s)
+        if plan.source is None and self._reading is not None:
+            self._leave(Reason.SILENT)
+        if isinstance(step, Take):
+            self._leave(step.reason)
+            self._fed = exchange.new_record(share, tree, step.source)
+            self._reading = self._begun(exchange.read(share, tree, step, self._fed))
+        elif isinstance(step, Help):
+            self._helped = exchange.new_record(share, tree, step.source)
+            self._helping = self._begun(exchange.read(share, tree, step, self._helped))
+        elif step is not None:
+            self._asking = self._begun(exchange.ask(share, tree, step.nodes))
+        if any(task is not None and task.done() for task in (self._reading, self._asking)):
+            self.look()
+
+    def _leave(self, reason: Reason | None) -> None:
+        """End the reading, if there is one."""
+        _cancel(self._reading)
+        self._reading = None
+        if reason is not None:
+            self._fed.left_because = self._fed.left_because or reason.value
+
+    def _begun(self, what: Coroutine[Any, Any, _T]) -> "asyncio.Task[_T]":
+        """Begin a task whose end is looked at."""
+        task = self._exchange.spawn(what)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: "asyncio.Task[Any]") -> None:
+        if not task.cancelled():
+            self.look()
 
 
 class Exchange(Closing):
@@ -321,20 +614,23 @@ class Exchange(Closing):
         self._awaiting: set[asyncio.Future[bool]] = set()
         """Streams that wait until this node joins an object."""
         self._spare: dict[int, tuple[float, Link]] = {}
+        self._asked: dict[int, _Questions] = {}
+        self._opening: dict[int, asyncio.Task[_Questions | None]] = {}
         self._guests: Counter[str] = Counter()
         self._guest_sockets: set[socket.socket] = set()
         self._fed: list[SourceRecord] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_closed = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.is_closed = False
         self._pool = ThreadPoolExecutor(_STORE_THREADS, "fanout-store")
         self._listener = _listen(addresses[own][1]) if listener is None else listener
         self._listener.setblocking(False)
         self._loop = asyncio.new_event_loop()
+        self.clock = Clock(self._loop)
         self._documents = Documents(
             own,
             self._trees,
             loop=self._loop,
-            spawn=self._spawn,
+            spawn=self.spawn,
             open_link=self._link,
             keep_link=self._keep_link,
             read_store=lambda key: self._loop.run_in_executor(self._pool, read_document, key),
@@ -395,26 +691,18 @@ class Exchange(Closing):
         """
         self._call(self._decline(name))
 
-    def progress(
-        self, name: bytes, known: Sequence[int], wait_s: float
-    ) -> tuple[tuple[int, ...], bool]:
-        """Return the count of chunks of each tree of a joined object, and whether it has ended.
+    def watch(self, name: bytes, told: Callable[[tuple[int, ...], bool], bool]) -> None:
+        """Tell a user how far a joined object has come.
 
-        Waits until the counts differ from `known`, for `wait_s` at most.
+        `told` is called at once and after each change with the count of chunks of each tree and
+        whether the object has ended, which is the last call; about every second also while bytes
+        come, to this node or to those that feed it. It must not wait, and returns whether it could
+        take the news, if not it is called again; an OSError ends the calls. Mostly in the thread of
+        the loop, at last in that which calls `close`.
+
+        Raises: UnavailableError when closed.
         """
-        share = self._shares[name]
-        with share.lock:
-            if share.error is None and tuple(share.counts) == tuple(known):
-                share.lock.wait(wait_s)
-            return tuple(share.counts), share.error is not None
-
-    def bytes_moved_s(self, name: bytes) -> float:
-        """Return the monotonic time at which bytes of a joined object came last.
-
-        Bytes that came to the nodes which feed this one count as well.
-        """
-        share = self._shares[name]
-        return max(share.bytes_moved_s(tree) for tree in range(TREE_COUNT))
+        self._call(self._watch(name, told))
 
     @property
     def has_everything(self) -> bool:
@@ -438,7 +726,7 @@ class Exchange(Closing):
 
         Raises: UnavailableError if closed.
         """
-        if self._is_closed:
+        if self.is_closed:
             raise UnavailableError("fan-out is closed")
         return asyncio.run_coroutine_threadsafe(self._documents.get(key), self._loop)
 
@@ -452,9 +740,9 @@ class Exchange(Closing):
 
     def close(self) -> None:
         """Stop serving. Files stay. Idempotent."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         self._loop.call_soon_threadsafe(self._stop)
         self._thread.join()
         for share in self._shares.values():
@@ -478,6 +766,8 @@ class Exchange(Closing):
                 self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         finally:
             self._listener.close()
+            for one in self._asked.values():
+                one.close()
             for _, link in self._spare.values():
                 link.close()
             # Connections whose task was cancelled before it began.
@@ -489,7 +779,7 @@ class Exchange(Closing):
         self._loop.stop()
 
     def _call(self, what: Coroutine[Any, Any, None]) -> None:
-        if self._is_closed:
+        if self.is_closed:
             what.close()
             raise UnavailableError("fan-out is closed")
         try:
@@ -497,10 +787,12 @@ class Exchange(Closing):
         except CancelledError:
             raise UnavailableError("fan-out is closed") from None
 
-    def _spawn(self, what: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, what: Coroutine[Any, Any, _T]) -> "asyncio.Task[_T]":
+        """Begin a task that is cancelled when this object is closed. In the loop's thread."""
         task = self._loop.create_task(what)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _share(self, name: bytes) -> _Share:
         share = self._shares.get(name)
@@ -531,7 +823,13 @@ class Exchange(Closing):
         share.describe()
         for tree, plan in enumerate(share.plans):
             plan.other = share.plans[1 - tree]
-            self._spawn(self._follow(share, tree))
+        for tree in range(TREE_COUNT):
+            follower = _Follower(self, share, tree)
+            self.clock.add(follower.look)
+            follower.look()
+
+    async def _watch(self, name: bytes, told: Callable[[tuple[int, ...], bool], bool]) -> None:
+        _Watcher(self._shares[name], told, self.clock)
 
     async def _decline(self, name: bytes) -> None:
         share = self._share(name)
@@ -541,12 +839,12 @@ class Exchange(Closing):
     async def _put(self, name: bytes, index: int, data: bytes) -> None:
         share = self._shares.get(name)
         if share is not None and share.chunks is not None and share.error is None:
-            self._accept_chunk(share, index, data)
+            self._accept_chunk(share, index, _Buffer(memoryview(data)))
 
-    def _accept_chunk(self, share: _Share, index: int, data: bytes | memoryview) -> None:
+    def _accept_chunk(self, share: _Share, index: int, buffer: _Buffer) -> None:
         """Add a chunk; a full disk fails the object. Raises: CorruptError."""
         try:
-            share.accept(index, data)
+            share.accept(index, buffer)
         except OSError as error:
             ours = from_oserror(error, "keep a chunk of an object that travels by fan-out")
             logger.warning("%s; it is read from the store", ours)
@@ -554,70 +852,13 @@ class Exchange(Closing):
 
     # Getting
 
-    async def _follow(self, share: _Share, tree: int) -> None:
-        """Carry out the plan of one tree until all of it is here."""
-        plan, changed = share.plans[tree], Waiter(self._loop)
-        reading: asyncio.Task[Reason] | None = None
-        helping: asyncio.Task[Reason] | None = None
-        asking: asyncio.Task[list[Offer]] | None = None
-        fed = helped = SourceRecord(share.name, tree, STORE)
-        try:
-            while share.error is None and not share.is_whole(tree):
-                plan.count = share.counts[tree]
-                now_s = time.monotonic()
-                step: Step | None = None
-                if helping is not None and helping.done():
-                    if helping.result() is not Reason.WHOLE:
-                        plan.help_ended(now_s, helping.result())
-                        helped.left_because = helping.result().value
-                    helping = None
-                if asking is not None and asking.done():
-                    step, asking = plan.answered(now_s, asking.result()), None
-                elif reading is not None and reading.done():
-                    fed.left_because = reading.result().value
-                    if reading.result() is Reason.OVERTAKEN and helping is not None:
-                        plan.overtook()
-                        fed, reading, helping = helped, helping, None
-                    else:
-                        plan.lost(now_s, reading.result())
-                        reading = None
-                step = step or plan.step(now_s)
-                if plan.source is None and reading is not None:
-                    await _cancelled(reading)
-                    reading = None
-                    fed.left_because = fed.left_because or Reason.SILENT.value
-                if isinstance(step, Take):
-                    await _cancelled(reading)
-                    if step.reason is not None:
-                        fed.left_because = fed.left_because or step.reason.value
-                    fed = self._feeder(share, tree, step.source)
-                    reading = self._begun(self._read(share, tree, step, fed), changed)
-                elif isinstance(step, Help):
-                    helped = self._feeder(share, tree, step.source)
-                    helping = self._begun(self._read(share, tree, step, helped), changed)
-                elif step is not None:
-                    asking = self._begun(self._ask(share, tree, step.nodes), changed)
-                tasks = (reading, helping, asking)
-                if not any(task is not None and task.done() for task in tasks):
-                    await changed.wait(_TICK_S)
-        finally:
-            changed.close()
-            for task in (reading, helping, asking):
-                await _cancelled(task)
-
-    def _begun(self, what: Coroutine[Any, Any, _T], changed: Waiter) -> "asyncio.Task[_T]":
-        """Begin a task whose end ends the wait of `changed`."""
-        task = self._loop.create_task(what)
-        task.add_done_callback(lambda _: changed.settle())
-        return task
-
-    def _feeder(self, share: _Share, tree: int, source: int) -> SourceRecord:
+    def new_record(self, share: _Share, tree: int, source: int) -> SourceRecord:
         """Return a new line of the report."""
         fed = SourceRecord(share.name, tree, source)
         self._fed.append(fed)
         return fed
 
-    async def _read(self, share: _Share, tree: int, step: Take | Help, fed: SourceRecord) -> Reason:
+    async def read(self, share: _Share, tree: int, step: Take | Help, fed: SourceRecord) -> Reason:
         """Read chunks from a source until it ends or fails; return the reason."""
         began_s = self._loop.time()
         try:
@@ -653,23 +894,32 @@ class Exchange(Closing):
         self, share: _Share, tree: int, step: Take | Help, fed: SourceRecord
     ) -> Reason:
         """Read the frames of another node. Raises: CorruptError, TimeoutError, OSError."""
-        node, plan = step.source, share.plans[tree]
         count = step.first if isinstance(step, Help) else share.counts[tree]
-        leaves_store = isinstance(step, Take) and step.leaves_store
-        moved, nodes = self._alive(share, tree, fed), len(self._addresses)
-        buffer: _Buffer | None = None
-        link = await self._link(node, SILENCE_S)
+        leaves_store, needs_list = isinstance(step, Take) and step.leaves_store, not share.chunks
+        request = Request(protocol.FEED, tree, count, share.name, leaves_store, needs_list)
+        link = await self._link(step.source, SILENCE_S)
         try:
-            needs_list = share.chunks is None
-            request = Request(protocol.FEED, tree, count, share.name, leaves_store, needs_list)
             await link.send(request.encode(), SILENCE_S)
-            have, is_flowing = 0, False
+            frames = self._frames(share, tree, count, fed)
+            return await link.run(frames, SILENCE_S, self.clock)
+        finally:
+            link.close()
+
+    def _frames(
+        self, share: _Share, tree: int, count: int, fed: SourceRecord
+    ) -> Generator[Wanted, int, Reason]:
+        """Take the frames of another node, from its chunk `count` on. Raises: CorruptError."""
+        node, plan, nodes = fed.source, share.plans[tree], len(self._addresses)
+        moved, head_bytes = self._alive(share, tree, fed), protocol.FRAME_BYTES
+        buffer: _Buffer | None = None
+        have, is_flowing = 0, False
+        try:
             while not share.is_whole(tree) and share.error is None:
                 buffer = buffer or share.take_buffer(count * TREE_COUNT + tree)
                 # Where chunks flow, one wake-up for a chunk with its head.
-                room = buffer.frame if is_flowing else buffer.frame[: protocol.FRAME_BYTES]
-                have = await link.fill(room, have, protocol.FRAME_BYTES, SILENCE_S)
-                frame = protocol.decode_frame(buffer.frame[: protocol.FRAME_BYTES], node, nodes)
+                room = buffer.frame if is_flowing else buffer.frame[:head_bytes]
+                have = yield room, have, head_bytes, None
+                frame = protocol.decode_frame(buffer.frame[:head_bytes], node, nodes)
                 if plan.source == node:
                     plan.offered(time.monotonic(), frame.offer)
                 if frame.kind == protocol.BEAT:
@@ -684,7 +934,8 @@ class Exchange(Closing):
                     if is_flowing:
                         raise CorruptError("a list of chunks behind a chunk")
                     listed = memoryview(bytearray(frame.length))
-                    share.accept_list(await link.receive(listed, SILENCE_S, moved))
+                    yield listed, 0, frame.length, moved
+                    share.accept_list(listed)
                     buffer, have = None, 0
                 elif frame.kind == protocol.CHUNK:
                     index, chunks = count * TREE_COUNT + tree, share.chunks
@@ -694,24 +945,23 @@ class Exchange(Closing):
                         raise CorruptError(f"chunk {index} has another length than it should")
                     if share.has[index] and plan.source == node and plan.helper is not None:
                         return Reason.OVERTAKEN
-                    moved(have - protocol.FRAME_BYTES)
-                    await link.fill(buffer.frame, have, len(buffer.frame), SILENCE_S, moved)
-                    self._accept_chunk(share, index, buffer.data)
-                    share.keep(buffer, index)
-                    buffer, have, is_flowing, count = None, 0, True, count + 1
+                    moved(have - head_bytes)
+                    yield buffer.frame, have, len(buffer.frame), moved
+                    whole, buffer = buffer, None
+                    self._accept_chunk(share, index, whole)
+                    have, is_flowing, count = 0, True, count + 1
                     plan.count = share.counts[tree]
                     if count == plan.length:
                         return Reason.WHOLE
                 else:
                     # Bytes behind a beat are the beginning of the next frame.
-                    have -= protocol.FRAME_BYTES
-                    buffer.frame[:have] = bytes(buffer.frame[protocol.FRAME_BYTES :][:have])
+                    have -= head_bytes
+                    buffer.frame[:have] = bytes(buffer.frame[head_bytes:][:have])
                     is_flowing = have > 0
             return Reason.CLOSED
         finally:
             if buffer is not None:
                 share.release(buffer)
-            link.close()
 
     async def _read_store(self, share: _Share, tree: int, fed: SourceRecord) -> None:
         """Read the chunks of a tree from the store. Raises: CorruptError, OSError."""
@@ -733,8 +983,7 @@ class Exchange(Closing):
                     place = chunks.offsets[index], chunks.lengths[index]
                     data = await run(self._pool, origin.chunk, index, *place)
                     moved(len(data))
-                    self._accept_chunk(share, index, data)
-                    share.keep(_Buffer(memoryview(data)), index)
+                    self._accept_chunk(share, index, _Buffer(memoryview(data)))
                     share.plans[tree].count = share.counts[tree]
 
             async with asyncio.TaskGroup() as group:
@@ -748,44 +997,52 @@ class Exchange(Closing):
 
     # Asking
 
-    async def _ask(self, share: _Share, tree: int, nodes: Sequence[int]) -> list[Offer]:
+    async def ask(self, share: _Share, tree: int, nodes: Sequence[int]) -> list[Offer]:
         """Return the offers of the nodes that answer within `ASK_S`."""
-        offers: list[Offer] = []
-        tasks = {self._loop.create_task(self._ask_one(share, tree, n, offers)) for n in nodes}
+        request = Request(protocol.ASK, tree, share.counts[tree], share.name).encode()
+        answers = {self._ask_one(node, request) for node in nodes}
+        until_s, left, most = self._loop.time() + ASK_S, answers, len(answers) / 2
         try:
-            until_s, left = self._loop.time() + ASK_S, tasks
             while left and (wait_s := until_s - self._loop.time()) > 0:
-                # Where most have answered, the others are given a little more.
-                wait_s = min(wait_s, 0.1) if len(offers) * 2 > len(tasks) else wait_s
-                done, left = await asyncio.wait(
-                    left, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                if not done:
+                done, left = await asyncio.wait(left, timeout=min(wait_s, _LATE_ANSWER_S))
+                if not done and len(left) < most:
                     break
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return offers
+            for answer in left:
+                answer.cancel()
+        return [offer for one in answers - left if (offer := one.result()) is not None]
 
-    async def _ask_one(self, share: _Share, tree: int, node: int, offers: list[Offer]) -> None:
-        link: Link | None = None
-        with contextlib.suppress(OSError, TimeoutError, CorruptError):
-            try:
-                link = await self._link(node, ASK_S)
-                request = Request(protocol.ASK, tree, share.counts[tree], share.name)
-                await link.send(request.encode(), ASK_S)
-                answer = await link.receive(memoryview(bytearray(protocol.OFFER_BYTES)), ASK_S)
-                offers.append(protocol.decode_offer(answer, node, len(self._addresses)))
-                # A node that has answered is likely to become the source, or to be asked again.
-                self._keep_link(node, link)
-                link = None
-            finally:
-                if link is not None:
-                    link.close()
+    def _ask_one(self, node: int, request: bytes) -> "asyncio.Future[Offer | None]":
+        """Ask a node; the result is None if it cannot be reached."""
+        asked = self._asked.get(node)
+        if asked is not None and asked.is_usable:
+            return asked.ask(request)
+        return self.spawn(self._ask_anew(node, request))
+
+    async def _ask_anew(self, node: int, request: bytes) -> Offer | None:
+        if node not in self._opening:
+            self._opening[node] = self.spawn(self._open_questions(node))
+        asked = await asyncio.shield(self._opening[node])
+        return None if asked is None else await asked.ask(request)
+
+    async def _open_questions(self, node: int) -> _Questions | None:
+        """Open a connection for questions, one for all that ask; None if that fails."""
+        try:
+            if (old := self._asked.pop(node, None)) is not None:
+                old.close()
+            link = await self._link(node, ASK_S)
+        except (OSError, TimeoutError, CorruptError):
+            return None
+        finally:
+            del self._opening[node]
+        asked = self._asked[node] = _Questions(link, node, len(self._addresses), self.clock)
+        return asked
 
     async def _link(self, node: int, limit_s: float) -> Link:
         """Return a connection to a node, which may be left from a question."""
+        if node in self._asked and (asked := self._asked[node].take()) is not None:
+            del self._asked[node]
+            return asked
         used_s, link = self._spare.pop(node, (0.0, None))
         if link is not None and self._loop.time() - used_s < _SPARE_S:
             return link
@@ -835,7 +1092,7 @@ class Exchange(Closing):
         sock.setblocking(False)
         self._guests[host] += 1
         self._guest_sockets.add(sock)
-        self._spawn(self._serve(sock, host))
+        self.spawn(self._serve(sock, host))
 
     async def _serve(self, sock: socket.socket, host: str) -> None:
         """Answer the requests of one connection."""
@@ -843,11 +1100,8 @@ class Exchange(Closing):
         try:
             link = Link(sock)
             child = await welcome(link, self._own, self._key, _PROOF_S)
-            asked = memoryview(bytearray(protocol.REQUEST_BYTES))
-            for _ in range(_REQUESTS_MAX):
-                async with asyncio.timeout(_IDLE_S):
-                    await link.receive(asked, _IDLE_S)
-                request = protocol.decode_request(asked)
+            todo = iter(range(_REQUESTS_MAX))
+            while request := await link.run(self._requests(link, todo), _IDLE_S, self.clock):
                 if request.operation == protocol.KEEP:
                     await self._keep(link, request)
                     break
@@ -856,16 +1110,7 @@ class Exchange(Closing):
                 if request.operation == protocol.FEED:
                     await self._feed(link, child, request)
                     break
-                if request.operation == protocol.READ:
-                    await self._documents.serve(link, request)
-                    continue
-                share = self._shares.get(request.name)
-                offer = (
-                    Offer(self._own, 0, 0, ())
-                    if share is None
-                    else share.offer(self._own, request.tree)
-                )
-                await link.send(protocol.encode_offer(offer), ASK_S)
+                await self._documents.serve(link, request)
         except (CorruptError, UnknownFormatError) as error:
             logger.info("fan-out: refused %s: %s", host, error)
         except (OSError, TimeoutError):
@@ -875,6 +1120,24 @@ class Exchange(Closing):
             self._guest_sockets.discard(sock)
             self._guests[host] -= 1
             self._guests += Counter()  # forget those with none
+
+    def _requests(self, link: Link, todo: Iterator[int]) -> Generator[Wanted, int, Request | None]:
+        """Answer questions; return a request of another kind, or None after too many."""
+        asked = memoryview(bytearray(protocol.REQUEST_BYTES))
+        for _ in todo:
+            yield asked, 0, protocol.REQUEST_BYTES, None
+            request = protocol.decode_request(asked)
+            if request.operation != protocol.ASK or not self._has_objects:
+                return request
+            share = self._shares.get(request.name)
+            offer = (
+                Offer(self._own, 0, 0, ())
+                if share is None
+                else share.offer(self._own, request.tree)
+            )
+            if not link.send_some([memoryview(protocol.encode_offer(offer))]):
+                raise ConnectionAbortedError("a child asks and takes no answers")
+        return None
 
     async def _keep(self, link: Link, request: Request) -> None:
         """Take a node's timeline, and tell the node when it is in the store."""
@@ -892,7 +1155,7 @@ class Exchange(Closing):
 
     async def _feed(self, link: Link, child: int, request: Request) -> None:
         """Send the chunks of a tree as they come, and beats meanwhile."""
-        tree, count, needs_list = request.tree, request.count, request.needs_list
+        tree = request.tree
         share = self._shares.get(request.name)
         if share is None:
             share = await self._awaited(link, request.name)
@@ -904,52 +1167,9 @@ class Exchange(Closing):
         ):
             await link.send(protocol.encode_frame(protocol.BUSY, 0, offer), ASK_S)
             return
-        if count == 0 and is_member and share.plans:
+        if request.count == 0 and is_member and share.plans:
             share.plans[tree].began(time.monotonic(), child)
-        stream, more = _Stream(), Waiter(self._loop)
-        share.streams.add(stream)
-        share.waiting[tree].add(more)
-        try:
-            while share.error is None:
-                chunks = share.chunks
-                stream.sending_s = self._loop.time()
-                if chunks is not None and needs_list:
-                    data, needs_list = chunks.encode(), False
-                    head = protocol.encode_frame(
-                        protocol.LIST, len(data), share.offer(self._own, tree)
-                    )
-                    await link.send(head, _STALLED_S, data)
-                elif chunks is not None and count < share.counts[tree]:
-                    index = count * TREE_COUNT + tree
-                    length, count = chunks.lengths[index], count + 1
-                    head = protocol.encode_frame(
-                        protocol.CHUNK, length, share.offer(self._own, tree)
-                    )
-                    latest = share.latest[tree]
-                    if latest is not None and latest.index == index:
-                        latest.senders += 1
-                        try:
-                            await link.send(head, _STALLED_S, latest.data)
-                        finally:
-                            latest.senders -= 1
-                            share.release(latest)
-                    else:
-                        await link.send(head, _STALLED_S, more=True)
-                        await link.send_file(share.file, chunks.offsets[index], length, _STALLED_S)
-                elif share.is_whole(tree):
-                    return
-                else:
-                    stream.sending_s = None
-                    if not await more.wait(HEARTBEAT_S):
-                        silent_s = max(0.0, time.monotonic() - share.bytes_moved_s(tree))
-                        beat = protocol.encode_frame(
-                            protocol.BEAT, int(silent_s * 1000), share.offer(self._own, tree)
-                        )
-                        await link.send(beat, _STALLED_S)
-        finally:
-            share.streams.discard(stream)
-            share.waiting[tree].discard(more)
-            more.close()
+        await _Stream(link, share, self._own, request).run(self.clock)
 
     async def _awaited(self, link: Link, name: bytes) -> _Share:
         """Wait until this node joins an object. Raises: TimeoutError, ConnectionError."""
@@ -968,11 +1188,10 @@ class Exchange(Closing):
         raise TimeoutError("nobody here wants that object")
 
 
-async def _cancelled(task: "asyncio.Task[Any] | None") -> None:
-    """Cancel a task and wait until it has ended."""
+def _cancel(task: "asyncio.Task[Any] | None") -> None:
+    """Cancel a task, which does nothing more then but close what it has opened."""
     if task is not None:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def _listen(port: int) -> socket.socket:

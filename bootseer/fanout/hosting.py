@@ -1,10 +1,11 @@
 """Service that receives the objects which the processes of a node ask for.
 
 `take_part` is the main function of the process (`host`). The main thread waits for the end of the
-start and for clients; each client has a thread, which reports the progress of its object. Once the
-start is ready, its objects are given up, and for some minutes the process passes on timelines.
-The node's sources become a stage of the start's timeline: when the start is ready; or, where nobody
-says that it is, once everything that was asked for has come, and again for what came later.
+start and for clients. A request is answered in a thread of its own; the exchange then reports the
+progress of the object. Once the start is ready, its objects are given up, and for some minutes the
+process passes on timelines. The node's sources become a stage of the start's timeline: when the
+start is ready; or, where nobody says that it is, once everything that was asked for has come, and
+again for what came later.
 """
 
 import array
@@ -17,7 +18,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from datetime import UTC, datetime
 from enum import Enum
@@ -85,10 +86,8 @@ _TIMELINES_S = 660.0
 _CLIENTS_MAX = 64
 _REQUEST_S = 5.0
 _TELL_S = 2.0
-"""Time after which a client that takes no updates is disconnected."""
+"""Time after which a client that takes no answer is disconnected."""
 _LOOK_S = 0.2
-_TELL_EVERY_S = 1.0
-"""Interval in which a client learns that bytes come although no chunk is whole."""
 _DOCUMENT_S = 6.0
 """Longest wait for a document: longer than ten thousand nodes wait for each other."""
 _PROBES_MAX, _PROBE_S = 6, 0.7
@@ -323,6 +322,20 @@ class _Object(Struct, frozen=True):
     file: int
 
 
+def _tell(connection: socket.socket, counts: Sequence[int], is_over: bool) -> bool:
+    """Send a client the counts of an object; return whether it takes them now. Raises: OSError."""
+    try:
+        connection.send(UPDATE.pack(IS_OVER if is_over else IS_COMING, *counts))
+    except BlockingIOError:
+        return False
+    except OSError:
+        connection.close()
+        raise
+    if is_over:
+        connection.close()
+    return True
+
+
 class _Objects:
     """Objects that the processes of this node have asked for."""
 
@@ -406,8 +419,9 @@ class _Objects:
                         return
                     rights = array.array("i", [found.file])
                     connection.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-                for state, *counts in self._progress(found):
-                    connection.sendall(UPDATE.pack(state, *counts))
+                told = connection.dup()
+                told.setblocking(False)
+                self._exchange.watch(found.name, partial(_tell, told))
         except (CorruptError, NoSpaceError) as error:
             _log.warning("an object does not travel by the fan-out: %s", error)
         except (BootseerError, OSError, ValueError) as error:
@@ -430,19 +444,6 @@ class _Objects:
             except CancelledError:
                 break
         raise UnavailableError(f"no node brings {key}")
-
-    def _progress(self, one: _Object) -> Iterator[tuple[int, ...]]:
-        counts: tuple[int, ...] = (-1, -1)
-        told_s = 0.0
-        while True:
-            found, is_over = self._exchange.progress(one.name, counts, _LOOK_S)
-            if is_over or self._has_given_up.is_set():
-                yield (IS_OVER, *found)
-                return
-            is_moving = self._exchange.bytes_moved_s(one.name) > told_s
-            if found != counts or (is_moving and time.monotonic() - told_s > _TELL_EVERY_S):
-                counts, told_s = found, time.monotonic()
-                yield (IS_COMING, *counts)
 
     def _receive(self, wanted: SharedObject) -> _Object | None:
         """Join an object unless it is joined already; return None if the node does not want it.

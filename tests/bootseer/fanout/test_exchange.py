@@ -6,8 +6,10 @@ import gc
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import Context
+from functools import partial
 from pathlib import Path
 from typing import TypeVarTuple
 
@@ -28,7 +30,6 @@ from tests.bootseer.fanout.nodes import (
     Gate,
     free_addresses,
     member,
-    take,
 )
 
 _Given = TypeVarTuple("_Given")
@@ -211,19 +212,22 @@ def test_a_user_is_told_how_far_an_object_has_come(job: FanoutJob) -> None:
     content.before = gate = Gate(10)
     job.start(0, 1)
     job.join(content)
-    counts: tuple[int, ...] = (-1, -1)
-    seen = set()
-    while sum(counts) < 10:
-        counts, is_over = job.nodes[1].progress(content.name, counts, 30)
-        seen.add(counts)
-        assert not is_over
+    seen: list[tuple[int, bool]] = []
+    refusals = [True, True]
+
+    def told(counts: tuple[int, ...], is_over: bool) -> bool:
+        if refusals and sum(counts):
+            return not refusals.pop()
+        seen.append((sum(counts), is_over))
+        return True
+
+    job.nodes[1].watch(content.name, told)
+    wait_for(lambda: (10, False) in seen, "half of the object")
     gate.open()
-    while sum(counts) < 20:
-        counts, _ = job.nodes[1].progress(content.name, counts, 30)
-    assert job.nodes[1].progress(content.name, counts, 0) == (counts, False)
-    assert len(seen) > 1
+    wait_for(lambda: (20, False) in seen, "all of the object")
     job.nodes[1].close()
-    assert job.nodes[1].progress(content.name, counts, 30)[1]
+    assert seen[-1] == (20, True)
+    assert seen == sorted(seen)
 
 
 def test_all_nodes_know_that_bytes_of_an_unfinished_chunk_come(job: FanoutJob) -> None:
@@ -232,13 +236,15 @@ def test_all_nodes_know_that_bytes_of_an_unfinished_chunk_come(job: FanoutJob) -
     job.start(*range(6))
     for number, node in job.nodes.items():
         node.join(content.name, job.file(number), content, store_moved_s=time.monotonic)
-    joined_s = time.monotonic()
-    wait_for(
-        lambda: all(
-            node.bytes_moved_s(content.name) > joined_s + 0.5 for node in job.nodes.values()
-        ),
-        "bytes at all nodes",
-    )
+    told: Counter[int] = Counter()
+
+    def heard(number: int, counts: tuple[int, ...], is_over: bool) -> bool:
+        told[number] += 1
+        return True
+
+    for number, node in job.nodes.items():
+        node.watch(content.name, partial(heard, number))
+    wait_for(lambda: all(told[number] > 1 for number in job.nodes), "news of bytes at all nodes")
     gate.open()
     job.check(content)
 
@@ -308,7 +314,6 @@ def test_a_node_that_closes_as_an_object_becomes_whole_leaves_no_task(
     def act(sock: socket.socket, request: Request) -> None:
         if request.operation == FEED:
             raise ConnectionResetError
-        take(sock, 1)
 
     def question_count() -> int:
         return sum(one.operation == ASK for several in requests for one in several)

@@ -200,6 +200,30 @@ def test_connections_of_one_address_are_few(job: FanoutJob) -> None:
     job.check(content)
 
 
+def test_questions_that_come_together_are_answered_in_their_order(job: FanoutJob) -> None:
+    job.start(1)
+    job.join(CONTENT, 1)
+    job.check(CONTENT, 1)
+    names = [CONTENT.name, bytes(32), CONTENT.name]
+    with introduce(job.addresses[1], 1) as sock:
+        sock.sendall(b"".join(Request(ASK, 0, 0, name).encode() for name in names))
+        answers = [take(sock, protocol.OFFER_BYTES) for _ in names]
+    counts = [protocol.decode_offer(answer, 1, NODES).count for answer in answers]
+    assert counts == [12, 0, 12]
+
+
+def test_a_member_that_answers_unasked_is_no_source(job: FanoutJob) -> None:
+    def act(sock: socket.socket, request: Request) -> None:
+        sock.sendall(2 * encode_offer(offer_of(HOSTILE)))
+
+    with member(job.addresses[HOSTILE], HOSTILE, act) as requests:
+        others = [number for number in range(NODES) if number != HOSTILE]
+        job.start(*others)
+        job.join(CONTENT, *others)
+        job.check(CONTENT, *others)
+        assert requests
+
+
 def introduces(address: tuple[str, int]) -> bool:
     with contextlib.suppress(ConnectionError), introduce(address, 1) as sock:
         sock.sendall(Request(ASK, 0, 0, bytes(32)).encode())
