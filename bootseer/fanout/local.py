@@ -74,7 +74,8 @@ _NEAR_BYTES = 32 << 20
 _NEAR_S = 2.0
 """Limits of a wait for a chunk, by the bytes and by the expected time before it; beyond both, the
 store is read."""
-_LOOK_S = 0.1
+_LOOK_S = 0.5
+"""Interval in which a waiting thread looks whether its chunk is still worth the wait."""
 
 
 class _Header(Struct, frozen=True):
@@ -157,7 +158,10 @@ class _Arriving:
             places.sort()
         self._counts = [0] * TREE_COUNT
         self._is_over = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiting: dict[threading.Event, tuple[int, int]] = {}
+        """Tree and place in it of the chunk that each waiting thread wants: only those are woken
+        whose chunk has come."""
         self._began_s = self._moved_s = self._came_s = time.monotonic()
         threading.Thread(target=self._listen, name="fan-out", daemon=True).start()
 
@@ -196,15 +200,21 @@ class _Arriving:
 
     def _wait(self, number: int, attempt: Attempt) -> bool:
         tree, place = number % TREE_COUNT, number // TREE_COUNT
-        with self._changed:
-            try:
-                while self._counts[tree] <= place:
-                    if self._is_over or attempt.is_given_up or self._is_hopeless(number):
-                        return False
-                    attempt.waits = True
-                    self._changed.wait(_LOOK_S)
-            finally:
-                attempt.waits = False
+        if self._counts[tree] > place:
+            return True
+        arrived = threading.Event()
+        with self._lock:
+            self._waiting[arrived] = tree, place
+        try:
+            while self._counts[tree] <= place:
+                if self._is_over or attempt.is_given_up or self._is_hopeless(number):
+                    return False
+                attempt.waits = True
+                arrived.wait(_LOOK_S)
+        finally:
+            attempt.waits = False
+            with self._lock:
+                del self._waiting[arrived]
         return True
 
     def _is_hopeless(self, number: int) -> bool:
@@ -231,17 +241,22 @@ class _Arriving:
             with self._connection, self._connection.makefile("rb") as updates:
                 while len(data := updates.read(UPDATE.size)) == UPDATE.size:
                     state, *counts = UPDATE.unpack(data)
-                    with self._changed:
-                        self._moved_s = time.monotonic()
-                        if counts != self._counts:
-                            self._counts, self._came_s = counts, self._moved_s
-                        self._is_over |= state == IS_OVER
-                        self._changed.notify_all()
+                    self._moved_s = time.monotonic()
+                    if counts != self._counts:
+                        self._counts, self._came_s = counts, self._moved_s
+                    self._is_over |= state == IS_OVER
+                    self._wake()
         except OSError as error:
             _log.debug("the fan-out is not heard any more: %s", error)
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
+        self._is_over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wake the threads whose chunk has come; all of them if no more will come."""
+        with self._lock:
+            for arrived, (tree, place) in self._waiting.items():
+                if self._is_over or self._counts[tree] > place:
+                    arrived.set()
 
     def close(self) -> None:
         """Stop waiting for the object: reads go to the store.
