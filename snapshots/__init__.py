@@ -7,8 +7,9 @@
 | `archive` | snapshots of existing directories, and tar archives in and out |
 | `restore` | the choice between mount, link and extraction |
 | `relocation` | an environment changed so that it works at another path |
-| `mounted`, `holder` | overlays on targets, and the process behind one |
+| `mounting`, `holder` | overlays made on targets, and the process behind one |
 | `node_trees` | extracted trees that the node keeps; reflink copies |
+| `mounted` | overlays that are there: found, kept, recovered, unmounted |
 | `staging` | staging, commit and recovery of files in a target |
 | `fetch` | extraction through the fetch engine |
 | `capture`, `sharing` | packing of a change; content that earlier blobs hold |

@@ -1,6 +1,5 @@
 """Parts of a key from the set-up's command and variables, without their secrets. Pure."""
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,6 +99,8 @@ def secret_part(parts: Sequence[Part], secrets: Sequence[str]) -> list[Part]:
     """
     if not secrets:
         return []
+    import hashlib  # here: most set-ups have no secrets
+
     data = json.dumps(list(secrets), ensure_ascii=True).encode("ascii")
     try:
         key = hashlib.scrypt(data, salt=bytes.fromhex(fingerprint(parts)), n=1 << 14, r=8, p=1)

@@ -12,6 +12,9 @@ what it changed and publishes the snapshot; the other nodes wait for it. The sta
 An error of the store, of a snapshot or of a capture never fails a start: the command then runs as
 it does without Bootseer, after one warning. A command that has run is never run again.
 
+A start waits for each module that it loads, so that modules of the store, of restores and captures
+are imported by the states that need them: most starts find their environment in place.
+
 Call it from the main thread: it may enter a mount namespace and fork a server.
 """
 
@@ -19,12 +22,12 @@ import enum
 import logging
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -40,24 +43,18 @@ from bootseer.errors import (
     SetupFailedError,
     exit_code_of,
 )
-from bootseer.fanout.whole_reads import StartDocuments
-from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.linux.mount_table import mount_points
 from bootseer.linux.removal import empty_directory
 from bootseer.linux.root_paths import resolve_in_root
-from bootseer.served.processes import Process
 from bootseer.served.users import sweep_overlays
 from bootseer.settings.config import Settings
 from bootseer.settings.values import AUTOMATIC_AGE_S
-from bootseer.snapshots import catalogue
 from bootseer.snapshots.command_parts import shown_program
 from bootseer.snapshots.key import Report, Resolved, SetupRequest, resolve, working_directory
 from bootseer.snapshots.key_parts import Part
 from bootseer.snapshots.layers import hard_links, scan_after, scan_before
-from bootseer.snapshots.manifest import Manifest, Outside
 from bootseer.snapshots.mounted import (
     MountedSnapshot,
-    enter_own_view,
     find_mounted,
     keep_mounted,
     noting_shared,
@@ -67,7 +64,6 @@ from bootseer.snapshots.mounted import (
     unmount_damaged,
     unmount_lingering,
 )
-from bootseer.snapshots.restore import Wish, early_server, restore_by_choice
 from bootseer.snapshots.scan import Scan, base_digest, scan, text_of
 from bootseer.snapshots.staging import Restoration, abandon_targets, place_targets, recover_targets
 from bootseer.snapshots.targets import (
@@ -79,8 +75,12 @@ from bootseer.snapshots.targets import (
     remember,
     shown_paths,
 )
-from bootseer.store import LeaseWatch, Store, open_own_store
-from bootseer.store.objects.lease import LeaseRenewal
+
+if TYPE_CHECKING:
+    from bootseer.fanout.whole_reads import StartDocuments
+    from bootseer.served.processes import Process
+    from bootseer.snapshots.manifest import Manifest, Outside
+    from bootseer.store import LeaseWatch, Store
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ HELD = "the targets hold it, untouched since it was put there"
 class Known(Struct, frozen=True):
     """Facts about the snapshot of one key, on this node and in the store."""
 
-    manifest: Manifest | None
+    manifest: "Manifest | None"
     """The stored snapshot; None if there is none, or if it was not read."""
     max_age_s: float
     """Maximum age of the snapshot; 0: any age."""
@@ -172,6 +172,8 @@ def settled_max_age(setting_s: float, *, is_open: bool) -> float:
 
 def look_up(store: ReadableStore, key: str, max_age_s: float) -> Known:
     """Return the facts about a stored snapshot. Raises: UnavailableError, DeadlineError."""
+    from bootseer.snapshots import catalogue
+
     try:
         return Known(catalogue.load(store, key), max_age_s)
     except (CorruptError, NotFoundError) as error:
@@ -182,6 +184,8 @@ def may_replace(
     settings: Settings, request: SetupRequest, paths: Mapping[bytes, Path], *, until_exit: bool
 ) -> bool:
     """Return whether targets can be made anew without changing them for another job."""
+    from bootseer.fuse.kernel.mount import can_mount_directly
+
     if request.root != _ROOT or (until_exit and can_mount_directly()):
         return True
     return not other_users(settings.run_dir, paths.values())
@@ -345,8 +349,6 @@ class _SetUp:
     """State of one call of `run_setup`. One thread."""
 
     resolved: Resolved
-    store: Store
-    documents: StartDocuments
 
     def __init__(
         self,
@@ -382,6 +384,21 @@ class _SetUp:
         self.waited_s = 0.0
         self._has_waited = False
         self._end_stage: Callable[[], object] | None = None
+        self._stack = ExitStack()
+
+    @cached_property
+    def store(self) -> "Store":
+        """The own store, open until `make` returns."""
+        from bootseer.store import open_own_store
+
+        return self._stack.enter_context(open_own_store(self.settings, self.report))
+
+    @cached_property
+    def documents(self) -> "StartDocuments":
+        """Reader of documents that all nodes of the start read."""
+        from bootseer.fanout.whole_reads import StartDocuments
+
+        return StartDocuments(self.settings, self.store)
 
     @property
     def hosts(self) -> list[Path]:
@@ -390,13 +407,13 @@ class _SetUp:
 
     def make(self) -> SetupResult:
         """Go through the states; any error but the command's own ends in `ordinary`."""
-        with ExitStack() as stack:
+        with self._stack:
             try:
                 self.paths = {
                     target: resolve_in_root(self.request.root, target)
                     for target in self.resolved.targets
                 }
-                self.locks = stack.enter_context(
+                self.locks = self._stack.enter_context(
                     locked(
                         self.settings.run_dir,
                         self.hosts,
@@ -406,9 +423,7 @@ class _SetUp:
                 )
                 recover_mounts(self.settings, self.hosts)
                 recover_targets(self.hosts, self.note)
-                self.store = stack.enter_context(open_own_store(self.settings, self.report))
-                self.documents = StartDocuments(self.settings, self.store)
-                return self._note_users(self._with_live_servers(stack))
+                return self._note_users(self._with_live_servers())
             except SetupFailedError:
                 raise
             except _NotStoredError as error:
@@ -433,21 +448,21 @@ class _SetUp:
             note_user(self.settings.run_dir, shared_targets(self.hosts))
         return result
 
-    def _with_live_servers(self, stack: ExitStack) -> SetupResult:
+    def _with_live_servers(self) -> SetupResult:
         """Look and make; once more if the server of a mount died meanwhile."""
         try:
-            return self._look(stack)
+            return self._look()
         except (SetupFailedError, _NotStoredError):
             raise
         except (BootseerError, OSError) as error:
             if not recover_mounts_from(self.settings, self.hosts, error):
                 raise
         self._end_server()
-        return self._look(stack)
+        return self._look()
 
     # ---- look ---------------------------------------------------------------------------------
 
-    def _look(self, stack: ExitStack) -> SetupResult:
+    def _look(self) -> SetupResult:
         """Keep the targets if they hold the snapshot, or go on with the store."""
         kept = self._keep_mount()
         if kept is not None:
@@ -462,7 +477,9 @@ class _SetUp:
         self.bases = {target: base_digest(scanned) for target, scanned in self.before.items()}
         # In a container this interpreter's files are not there.
         if self.forks and self.request.root == _ROOT:
-            self.process = stack.enter_context(early_server(self.settings))
+            from bootseer.snapshots.restore import early_server
+
+            self.process = self._stack.enter_context(early_server(self.settings))
         self.key = self.resolved.key(self.bases)
         return self._from_store()
 
@@ -509,6 +526,8 @@ class _SetUp:
         max_age_s = self.settings.snapshot_max_age_s
         if max_age_s <= 0:
             return True
+        from bootseer.snapshots import catalogue
+
         try:
             manifest = catalogue.load(self.store, self.key)
         except BootseerError as error:
@@ -546,6 +565,8 @@ class _SetUp:
         if self.host is None:
             check_unused(self.settings.run_dir, hosts)
             return False
+        from bootseer.snapshots.mounting import enter_own_view
+
         enter_own_view(self.settings, used, self.host.before_own_view)
         for target, pid in used.items():
             self.report(
@@ -558,6 +579,10 @@ class _SetUp:
 
     def _from_store(self) -> SetupResult:
         """Restore the snapshot, or make it under a lease, or wait for the node that makes it."""
+        from bootseer.snapshots import catalogue
+        from bootseer.store import LeaseWatch
+        from bootseer.store.objects.lease import LeaseRenewal
+
         max_age_s = settled_max_age(self.settings.snapshot_max_age_s, is_open=self.resolved.is_open)
         pause_s = _POLL_FIRST_S
         watch = LeaseWatch()
@@ -602,14 +627,16 @@ class _SetUp:
             self._wait(watch, pause_s)
             pause_s = min(1.5 * pause_s, _POLL_MAX_S)
 
-    def _is_published(self, known: Manifest | None) -> bool:
+    def _is_published(self, known: "Manifest | None") -> bool:
         """Return whether the store has a snapshot, and another one than `known`."""
+        from bootseer.snapshots import catalogue
+
         if known is None:
             return catalogue.exists(self.store, self.key)
         manifest = catalogue.load(self.store, self.key)
         return manifest is not None and manifest.created_ns != known.created_ns
 
-    def _wait(self, watch: LeaseWatch, pause_s: float) -> None:
+    def _wait(self, watch: "LeaseWatch", pause_s: float) -> None:
         """Wait a moment for the node that holds the lease."""
         import random  # here: a node that waits has time
 
@@ -624,7 +651,7 @@ class _SetUp:
         time.sleep(min(pause_s * random.uniform(0.5, 1.0), max(0, left_s)))
         self.waited_s += time.monotonic() - began
 
-    def _end_waiting(self, manifest: Manifest | None = None) -> None:
+    def _end_waiting(self, manifest: "Manifest | None" = None) -> None:
         """End the stage of waiting for another node.
 
         A `manifest` that another node made during this start would have been waited for, had this
@@ -637,8 +664,11 @@ class _SetUp:
             self._end_stage()
             self._end_stage = None
 
-    def _restore(self, manifest: Manifest) -> SetupResult:
+    def _restore(self, manifest: "Manifest") -> SetupResult:
         """Put the stored snapshot on the targets. Raises: as `restore_by_choice`."""
+        from bootseer.snapshots import catalogue
+        from bootseer.snapshots.restore import Wish, restore_by_choice
+
         placed = place_targets(manifest, self.request.root)
         if any(item.target.path not in self.paths for item in placed):
             raise CorruptError(f"snapshot {self.key[:12]} holds targets that were not asked for")
@@ -686,7 +716,7 @@ class _SetUp:
     # ---- run and capture ----------------------------------------------------------------------
 
     def _with_lease(
-        self, situation: Situation, manifest: Manifest | None, max_age_s: float
+        self, situation: Situation, manifest: "Manifest | None", max_age_s: float
     ) -> SetupResult:
         """Run the command and publish its snapshot. `manifest`: a snapshot that is too old."""
         # Without a limit of the user's an old snapshot is better than none.
@@ -728,6 +758,7 @@ class _SetUp:
     def _run_and_capture(self, situation: Situation, max_age_s: float) -> SetupResult:
         """Run the command and make its snapshot. Raises: SetupFailedError; _NotStoredError."""
         # Here: a restore needs none of it.
+        from bootseer.snapshots import catalogue
         from bootseer.snapshots.sharing import earlier_snapshots, find_base
 
         is_damaged = situation is Situation.DAMAGED
@@ -791,12 +822,13 @@ class _SetUp:
         )
         return result
 
-    def _outside_look(self) -> Callable[[float], Outside]:
+    def _outside_look(self) -> Callable[[float], "Outside"]:
         """Prepare the search for changes outside the targets.
 
         Return the function that searches, to be called after the command has run for some seconds.
         """
         from bootseer.snapshots.capture import OutsideLayers, look_outside, now_ns
+        from bootseer.snapshots.manifest import Outside
 
         request = self.request
         environ = os.environ if request.environ is None else request.environ
@@ -814,12 +846,12 @@ class _SetUp:
     def _capture(
         self,
         parts: Sequence[Part],
-        base: Manifest | None,
-        outside: Outside,
+        base: "Manifest | None",
+        outside: "Outside",
         setup_s: float,
         *,
         replaces: bool,
-    ) -> Manifest:
+    ) -> "Manifest":
         """Store everything that the command did, but for contents in blobs of `base`."""
         from bootseer.snapshots.capture import Change, capture, make_manifest
 
@@ -905,11 +937,11 @@ class _SetUp:
         )
 
 
-def _age_of(manifest: Manifest) -> str:
+def _age_of(manifest: "Manifest") -> str:
     return format_age(time.time_ns() - manifest.created_ns)
 
 
-def _nearest(parts: Sequence[Part], earlier: Sequence[Manifest]) -> str:
+def _nearest(parts: Sequence[Part], earlier: Sequence["Manifest"]) -> str:
     """Return a sentence about the changes since the nearest snapshot, if it is of this set-up."""
     from bootseer.snapshots.diff import compare_parts, in_words, nearest
 
@@ -929,6 +961,8 @@ def _run_command(request: SetupRequest, locks: Sequence[int]) -> float:
     The command inherits the descriptors `locks`: no other process changes the targets while it
     runs, should this process be killed. Raises: SetupFailedError.
     """
+    import subprocess  # here: nothing runs where everything is in place
+
     started = time.monotonic()
     command = list(request.command)
     environ = request.environ

@@ -1,4 +1,4 @@
-"""Process behind a linked snapshot or a job's own view, started by `mounted.hold`.
+"""Process behind a linked snapshot or a job's own view, started by `mounting.hold`.
 
 The process holds the node's extracted tree, if there is one, while an overlay shows it. When the
 overlay is gone, it removes the files that were written.

@@ -6,7 +6,6 @@ and conda. Credentials in URLs do not count. Paths are the job's: relative ones 
 directory, and all are resolved inside its root. Reads files, runs and changes nothing.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from msgspec import Struct
 
 from bootseer.base.package_names import normal_name
 from bootseer.base.redact import HIDDEN, secret_values, strip_logins
+from bootseer.base.short_digest import Sha256
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.linux.root_paths import WorkingDirectory, resolve_in_root
 from bootseer.snapshots.command_parts import Public
@@ -61,7 +61,7 @@ class _InputDigest(Struct, frozen=True):
 
 def _bytes_digest(data: bytes) -> _InputDigest:
     """Return the digest of content in memory."""
-    return _InputDigest("sha256:" + hashlib.sha256(data).hexdigest())
+    return _InputDigest("sha256:" + Sha256(data).hexdigest())
 
 
 def _file_digest(path: Path, *, limit_bytes: int | None = None) -> _InputDigest:
@@ -77,7 +77,7 @@ def _file_digest(path: Path, *, limit_bytes: int | None = None) -> _InputDigest:
 
 
 def _content_digest(path: Path) -> str:
-    digest = hashlib.sha256()
+    digest = Sha256()
     with path.open("rb", buffering=0) as file:
         while data := file.read(_READ_BYTES):
             digest.update(data)
@@ -90,7 +90,7 @@ def _tree_digest(top: Path, without: Collection[str], *, limited: bool) -> _Inpu
     `limited`: the directory was not declared, so bounds apply, and the output of a project's build
     is left out. Raises: OSError.
     """
-    digest = hashlib.sha256()
+    digest = Sha256()
     file_count = size_bytes = 0
     is_rough = False
     for directory, folders, names in os.walk(top):
@@ -146,7 +146,7 @@ def _wheels_digest(path: Path) -> _InputDigest:
         with ThreadPoolExecutor(_THREADS_MAX) as pool:
             lines = list(pool.map(lambda name: _wheel_line(folder, name), read))
             lines += pool.map(lambda name: _wheel_line(folder, name, has_end=False), named)
-    digest = hashlib.sha256()
+    digest = Sha256()
     for line in lines:
         digest.update(line)
     return _InputDigest("sha256:" + digest.hexdigest(), is_rough)

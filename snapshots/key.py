@@ -8,12 +8,11 @@ import contextlib
 import math
 import os
 import re
-import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -55,6 +54,9 @@ from bootseer.snapshots.shown import hide_atoms, is_known_program
 from bootseer.snapshots.target_inference import declared_targets, infer_targets
 from bootseer.snapshots.targets import shown_paths
 
+if TYPE_CHECKING:
+    import subprocess
+
 Report = Callable[[str], None]
 """Function that shows one sentence to people."""
 
@@ -93,6 +95,8 @@ def run_plainly(
 
 
 def _run(args: Sequence[str], options: RunOptions) -> "subprocess.CompletedProcess[bytes]":
+    import subprocess  # here: a start that finds its environment in place runs nothing
+
     timeout_s = options.get("timeout")
     others = {name: value for name, value in options.items() if name != "timeout"}
     end = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -100,7 +104,9 @@ def _run(args: Sequence[str], options: RunOptions) -> "subprocess.CompletedProce
     output = None
     try:
         if process.stdout is not None:
-            output = _read_output(process.stdout.fileno(), args, end)
+            output = _read_output(process.stdout.fileno(), end)
+            if output is None:
+                raise subprocess.TimeoutExpired(args, timeout_s or 0.0)
             process.stdout.close()  # a program that writes more is ended by SIGPIPE
         wait_s = None if timeout_s is None else max(0.0, end - time.monotonic())
         code = process.wait(wait_s)
@@ -115,13 +121,13 @@ def _run(args: Sequence[str], options: RunOptions) -> "subprocess.CompletedProce
     return subprocess.CompletedProcess(args, code, output, None)
 
 
-def _read_output(descriptor: int, args: Sequence[str], end: float) -> bytes:
-    """Read to the end, or to a bound; the rest is not read. Raises: TimeoutExpired."""
+def _read_output(descriptor: int, end: float) -> bytes | None:
+    """Read to the end, or to a bound; the rest is not read. None if the time is over."""
     found = bytearray()
     while len(found) < _OUTPUT_BYTES_MAX:
         left_s = None if end == math.inf else end - time.monotonic()
         if not wait_readable([descriptor], left_s):
-            raise subprocess.TimeoutExpired(args, 0.0)
+            return None
         piece = os.read(descriptor, 64 * 1024)
         if not piece:
             break

@@ -4,11 +4,11 @@ The parts are stored in the manifest, so that a miss can be explained. No part h
 all secrets together make one part, through scrypt (`command_parts.secret_part`). Pure.
 """
 
-import hashlib
 from collections.abc import Iterable
 
 from msgspec import Struct
 
+from bootseer.base.short_digest import Sha256
 from bootseer.snapshots.scan import text_of
 
 # Prefix of the encoded parts: with another encoding, no key is equal by accident.
@@ -31,7 +31,7 @@ def fingerprint(parts: Iterable[Part]) -> str:
     Every name and value is written with its length in front, so no two lists of parts have the
     same encoding.
     """
-    digest = hashlib.sha256(_DOMAIN)
+    digest = Sha256(_DOMAIN)
     for part in sorted(parts):
         for text in (part.name, part.value):
             data = text.encode("utf-8", "surrogateescape")

@@ -14,14 +14,16 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct, field
 
-from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError
 from bootseer.linux import mount_table
 from bootseer.snapshots.scan import STAGING_PREFIX, Entry, Scan, entry_of, open_below, scan
+
+if TYPE_CHECKING:
+    from bootseer.blob.tree import Tree
 
 logger = logging.getLogger(__name__)
 # The second prefix is used by mounts of ordinary users ("userxattr").
@@ -43,7 +45,7 @@ class Layers(Struct, frozen=True):
     """Upper directory: every change since the overlay was mounted."""
     lower: Path
     """Lower directory of the overlay; read-only."""
-    tree: Callable[[], Tree] | None = None
+    tree: Callable[[], "Tree"] | None = None
     """Function that returns the contents of `lower`, faster than its file system. May raise a
     BootseerError."""
 
@@ -218,7 +220,7 @@ def _below(layers: Layers, target: Path) -> bytes:
 
 
 # ---- the lower tree ---------------------------------------------------------------------------
-def _scan_tree(tree: Tree, directory: bytes) -> Scan:
+def _scan_tree(tree: "Tree", directory: bytes) -> Scan:
     """Return a scan of a directory of a served tree: paths, types, sizes, modes and times.
 
     Empty if there is no such directory. Pure, but for the loading of the tree.

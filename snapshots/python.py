@@ -5,24 +5,26 @@ the answers on the node.
 """
 
 import contextlib
-import hashlib
 import logging
 import os
 import re
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Protocol, Unpack
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.base.documents import DocumentFormat
+from bootseer.base.short_digest import short_digest
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.linux.private_files import read_private_file, write_private_file
 from bootseer.linux.root_paths import WorkingDirectory, find_program
 from bootseer.linux.scripts import RunOptions
 from bootseer.snapshots.key_parts import Part
+
+if TYPE_CHECKING:
+    import subprocess
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +162,8 @@ def probe(
     python: str, runner: Runner, *, cwd: str | None, env: Mapping[str, str] | None
 ) -> Interpreter | None:
     """Return the answer of `python` about itself, or None if it cannot be asked."""
+    import subprocess  # here: a start that remembers the answer runs nothing
+
     try:
         done = runner(
             [python, "-c", _PROBE],
@@ -209,7 +213,7 @@ def _known_by(python: str, environ: Mapping[str, str]) -> str:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(os.fsencode(text)).hexdigest()[:32]
+    return short_digest(os.fsencode(text))[:32]
 
 
 def _stamp(path: str) -> str:

@@ -32,14 +32,12 @@ from bootseer.served.processes import TREE, Process, may_mount, start
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.manifest import Manifest, Target
-from bootseer.snapshots.mounted import (
-    LINK,
-    MOUNT,
+from bootseer.snapshots.mounted import LINK, MOUNT, recover_mounts
+from bootseer.snapshots.mounting import (
     kept_tree,
     link_in_container,
     link_snapshot,
     mount_snapshot,
-    recover_mounts,
 )
 from bootseer.snapshots.node_trees import NodeTrees, copy_tree
 from bootseer.snapshots.scan import base_digest, fingerprint_of_restored, names_to_record, scan

@@ -8,17 +8,17 @@ ctime and inode together are proof. Both ignore bytecode caches. `diff` returns 
 two scans. Any thread.
 """
 
-import hashlib
 import os
 import stat
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
+from bootseer.base.short_digest import Sha256
 from bootseer.blob.pack.stat_record import (
     RECORD,
     TIME_NS_MAX,
@@ -26,8 +26,10 @@ from bootseer.blob.pack.stat_record import (
     bounded_time_ns,
     directory_record,
 )
-from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError, InvalidInputError, NoSpaceError, from_oserror
+
+if TYPE_CHECKING:
+    from bootseer.blob.tree import Tree
 
 
 def text_of(path: bytes) -> str:
@@ -195,7 +197,7 @@ def base_digest(scanned: Scan) -> str:
     """
     if len(scanned) <= 1:
         return NOTHING
-    digest = hashlib.sha256()
+    digest = Sha256()
     for path in sorted(scanned):
         if is_cache(path):
             continue
@@ -233,7 +235,7 @@ def _record(entry: Entry) -> bytes:
     return RECORD.pack(*entry)
 
 
-def names_to_record(tree: Tree) -> bytes:
+def names_to_record(tree: "Tree") -> bytes:
     """Return for each name of a tree whether `fingerprint_of_restored` needs its record.
 
     Empty bytes if only a scan can tell.
@@ -244,7 +246,7 @@ def names_to_record(tree: Tree) -> bytes:
     return bytes(not is_cache(name) for name in names)
 
 
-def fingerprint_of_restored(tree: Tree, recorded: bytes, records: Records) -> str:
+def fingerprint_of_restored(tree: "Tree", recorded: bytes, records: Records) -> str:
     """Return the `fingerprint_of_scan` of a directory that holds the tree and nothing else.
 
     `records`: records of the `recorded` names, made after the last change. Return "" if `recorded`
@@ -280,7 +282,7 @@ def _digest(root: bytes | Records, directories: Iterable[_Directory]) -> str:
     The encoding is unambiguous: no path contains a NUL, no name is empty, and there are as many
     records as names.
     """
-    digest = hashlib.sha256(root)
+    digest = Sha256(root)
     for path, names, records in directories:
         digest.update(b"%b\0%b\0\0" % (path, b"\0".join(names)))
         digest.update(records)

@@ -15,19 +15,18 @@ to open directories and follows no symbolic link. Callers hold the locks of all 
 
 import contextlib
 import errno
-import hashlib
 import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from bootseer.base.documents import DocumentFormat, PathBytes, to_line
-from bootseer.blob import index
-from bootseer.blob.tree import Inode, Tree
+from bootseer.base.short_digest import short_digest
 from bootseer.errors import (
     AlreadyExistsError,
     BusyError,
@@ -42,11 +41,13 @@ from bootseer.linux.private_files import read_private_file
 from bootseer.linux.removal import remove_tree
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import admit_tree, read_encoded_tree
 from bootseer.snapshots.key_parts import base_part_name
-from bootseer.snapshots.manifest import Manifest, Target
 from bootseer.snapshots.scan import NOTHING, STAGING_PREFIX, Scan, base_digest, is_plain, text_of
-from bootseer.store import Store
+
+if TYPE_CHECKING:
+    from bootseer.blob.tree import Inode, Tree
+    from bootseer.snapshots.manifest import Manifest, Target
+    from bootseer.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class _Staging(Struct, frozen=True):
 
 
 def _name(target: Path) -> str:
-    return STAGING_PREFIX.decode() + hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]
+    return STAGING_PREFIX.decode() + short_digest(os.fsencode(target.name))[:16]
 
 
 def _places(target: Path) -> tuple[Path, Path]:
@@ -294,8 +295,10 @@ def _read_plan(staging: _Staging) -> _Plan:
     return plan
 
 
-def _read_tree(staging: _Staging) -> Tree:
+def _read_tree(staging: _Staging) -> "Tree":
     """Return the staged tree, for a merge only: decoding a large tree takes 0.1 s."""
+    from bootseer.blob import index  # here: most starts find nothing to merge
+
     return index.decode((staging.directory / "index").read_bytes())
 
 
@@ -458,7 +461,7 @@ def _below(top: int, path: bytes) -> Iterator[int]:
         os.close(fd)
 
 
-def _set_directories(target: int, tree: Tree) -> None:
+def _set_directories(target: int, tree: "Tree") -> None:
     """Give every directory of `tree` its attributes, deepest first.
 
     This is the last step of a merge, because every move into a directory changes its times. Missing
@@ -475,7 +478,7 @@ def _set_directories(target: int, tree: Tree) -> None:
             continue  # removed since, by a user who did not wait for the recovery
 
 
-def _set_directory(fd: int, inode: Inode) -> None:
+def _set_directory(fd: int, inode: "Inode") -> None:
     now = os.fstat(fd)
     if os.geteuid() == 0 and (now.st_uid, now.st_gid) != (inode.uid, inode.gid):
         os.fchown(fd, inode.uid, inode.gid)
@@ -506,7 +509,7 @@ def _set_xattrs(fd: int, wanted: dict[bytes, bytes]) -> None:
                 raise
 
 
-Fill = Callable[[Target, Tree, Path], str]
+Fill = Callable[["Target", "Tree", Path], str]
 """Function that makes a target's complete tree at a path that does not exist. It returns the
 `fingerprint_of_restored`, or "" if that is unknown."""
 
@@ -514,11 +517,11 @@ Fill = Callable[[Target, Tree, Path], str]
 class Placed(Struct, frozen=True):
     """Target with its path on this host."""
 
-    target: Target
+    target: "Target"
     path: Path
 
 
-def place_targets(manifest: Manifest, root: Path) -> list[Placed]:
+def place_targets(manifest: "Manifest", root: Path) -> list[Placed]:
     """Return the place of each target on this host.
 
     Raises: InvalidInputError if two are one directory here.
@@ -533,7 +536,7 @@ def place_targets(manifest: Manifest, root: Path) -> list[Placed]:
     return placed
 
 
-def check_base(manifest: Manifest, target: Target, scanned: Scan) -> None:
+def check_base(manifest: "Manifest", target: "Target", scanned: Scan) -> None:
     """Check that a snapshot fits on the contents of its target. Raises: AlreadyExistsError."""
     wanted = next(
         (part.value for part in manifest.parts if part.name == base_part_name(target.path)),
@@ -554,16 +557,19 @@ class Restoration(Struct, frozen=True):
     """Restore of a snapshot to the places of its targets."""
 
     settings: Settings
-    store: Store
-    manifest: Manifest
+    store: "Store"
+    manifest: "Manifest"
     placed: Sequence[Placed]
     bases: Mapping[bytes, str]
     """Base digests of the targets' present contents, which `check_base` has accepted."""
     checks_store: bool = True
     """Whether to check that the store has all blobs; if not, another node of the start does."""
 
-    def load(self, target: Target) -> tuple[Tree, bytes]:
+    def load(self, target: "Target") -> "tuple[Tree, bytes]":
         """Return a target's tree as a restore may use it, and its encoded form."""
+        # Here: a start that finds its environment in place needs none of it.
+        from bootseer.snapshots.catalogue import admit_tree, read_encoded_tree
+
         data = read_encoded_tree(self.store, target, self.settings)
         return admit_tree(target, data, privileges=self.settings.restore_privileges), data
 
@@ -602,7 +608,7 @@ def put_in_place(work: Restoration, fill: Fill, on_finished: OnFinished) -> None
         raise
 
 
-def one_directory(manifest: Manifest) -> Target:
+def one_directory(manifest: "Manifest") -> "Target":
     """Return the target of a snapshot of one whole directory. Raises: InvalidInputError."""
     if len(manifest.targets) != 1 or not manifest.targets[0].whole:
         raise InvalidInputError("--to needs a snapshot of one whole directory")

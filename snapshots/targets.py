@@ -9,7 +9,6 @@ the recorded fingerprint.
 
 import contextlib
 import fcntl
-import hashlib
 import logging
 import os
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.base.documents import DocumentFormat
+from bootseer.base.short_digest import short_digest
 from bootseer.errors import BootseerError, BusyError, from_oserror
 from bootseer.linux.locks import try_lock, unlock
 from bootseer.linux.private_files import (
@@ -51,7 +51,7 @@ _FD_MIN = 40
 
 def _record_path(run_dir: Path, target: Path) -> Path:
     """Return the path, without suffix, of this node's records of a target (a host path)."""
-    return run_dir / _FOLDER / hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
+    return run_dir / _FOLDER / short_digest(os.fsencode(target))[:32]
 
 
 @contextmanager
@@ -160,7 +160,7 @@ _FORM: DocumentFormat[State] = DocumentFormat(type=State, version=1, size_max=64
 
 
 def _file(cache_dir: Path, target: Path) -> Path:
-    name = hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
+    name = short_digest(os.fsencode(target))[:32]
     return cache_dir / "snapshots" / "state" / f"{name}.json"
 
 

@@ -558,7 +558,7 @@ def snapshot_fetch(key: str) -> ShownSnapshot:
     """
     from bootseer.prefetch.reading.fill import fetch_tree
     from bootseer.snapshots import catalogue
-    from bootseer.snapshots.mounted import have_index, name_of
+    from bootseer.snapshots.mounting import have_index, name_of
 
     settings = settings_without_fanout()
     with open_current_store() as store:

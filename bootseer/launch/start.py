@@ -188,9 +188,10 @@ def _without_stdin(
     runner: "Callable[..., subprocess.CompletedProcess[bytes]]",
 ) -> "Callable[..., subprocess.CompletedProcess[bytes]]":
     """Return the runner with an empty standard input, since this process's belongs to the job."""
-    import subprocess
 
     def run(args: Any, /, *, stdin: int | None = None, **options: Any) -> Any:
+        import subprocess  # here: a start that finds its environment in place runs nothing
+
         return runner(args, stdin=subprocess.DEVNULL if stdin is None else stdin, **options)
 
     return run

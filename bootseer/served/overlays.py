@@ -13,7 +13,6 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.errors import BootseerError, BusyError
-from bootseer.fuse.kernel.unmount import detach
 from bootseer.linux import mount_table
 
 _log = logging.getLogger(__name__)
@@ -77,6 +76,8 @@ def unmount_overlay(overlay: Overlay, *, lazy: bool = True) -> None:
         return
     if not overlay.is_topmost:
         raise BusyError(f"cannot unmount {overlay.path}: something else is mounted on top of it")
+    from bootseer.fuse.kernel.unmount import detach  # here: ctypes; most callers only look
+
     detach(overlay.path, lazy=lazy)
 
 

@@ -18,7 +18,8 @@ from msgspec import Struct
 
 from bootseer.linux.disk_usage import statuses_below
 from bootseer.linux.locks import remove_unused_lock
-from bootseer.prefetch.cache.indexes import DAMAGED, INDEXES
+from bootseer.prefetch.cache.damage import DAMAGED
+from bootseer.prefetch.cache.indexes import INDEXES
 from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
 
 _log = logging.getLogger(__name__)

@@ -26,7 +26,8 @@ from bootseer.fuse.kernel.options import KERNEL_DEADLINE_MAX_S, MountOptions
 from bootseer.fuse.kernel.server import Attached
 from bootseer.fuse.kernel.unmount import detach, unmount
 from bootseer.linux.processes import ProcessId, start_time
-from bootseer.prefetch.cache.indexes import note_damage, read_kept_tree, remove_spare_indexes
+from bootseer.prefetch.cache.damage import note_damage
+from bootseer.prefetch.cache.indexes import read_kept_tree, remove_spare_indexes
 from bootseer.prefetch.cache.limit import CacheRoom
 from bootseer.prefetch.cache.node_cache import NodeCache, image_key_of
 from bootseer.prefetch.index.node_catalogue import vouched_streams

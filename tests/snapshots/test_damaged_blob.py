@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.blob.keys import blob_key
-from bootseer.prefetch.cache.indexes import is_damage_known
+from bootseer.prefetch.cache.damage import is_damage_known
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.environment import run_setup

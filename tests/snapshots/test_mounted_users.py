@@ -202,7 +202,7 @@ def test_who_keeps_a_tree_watches_its_first_user_before_that_may_end(
             opened.extend(map(os.readlink, Path(f"/proc/{state.pid}/fd").iterdir()))
         add_user(*arguments, **options)
 
-    monkeypatch.setattr(mounted, "add_user", look)
+    monkeypatch.setattr("bootseer.snapshots.mounting.add_user", look)
     assert run_setup(node, request).mode == "link"
     assert any("pidfd" in name for name in opened), opened
     unmount_snapshot(node, target)
@@ -220,8 +220,8 @@ def test_a_run_that_is_killed_leaves_nothing_mounted(
     code = (
         "import os, signal\n"
         "from bootseer.cli.main import main\n"
-        "from bootseer.snapshots import mounted\n"
-        f"mounted.{before} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from bootseer.snapshots import mounting\n"
+        f"mounting.{before} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
         "main()"
     )
     killed = done_by([sys.executable, "-c", code, *snapshot_run(request)[3:]], environment_of(node))

@@ -75,7 +75,7 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.catalogue import admit_tree
 from bootseer.snapshots.manifest import Manifest, Target
-from bootseer.snapshots.mounted import have_index, name_of
+from bootseer.snapshots.mounting import have_index, name_of
 from bootseer.snapshots.scan import text_of
 from bootseer.store import open_own_store
 
