@@ -8,8 +8,6 @@ report. The volumes of pods have a process of their own around it (`kubernetes.c
 
 import contextlib
 import errno
-import hashlib
-import os
 import socket
 import sys
 from typing import TYPE_CHECKING
@@ -18,6 +16,7 @@ from msgspec import Struct
 
 from bootseer.base.documents import from_line
 from bootseer.errors import from_oserror
+from bootseer.fanout.local import socket_name
 from bootseer.fanout.membership import Membership
 from bootseer.linux.processes import ProcessId
 from bootseer.served.processes import FANOUT, Report, serve
@@ -49,13 +48,6 @@ class HostPlan(Struct, frozen=True, kw_only=True):
     """A start that has not said `ready()` by then is taken for over."""
     says_ready: bool = True
     """Whether the start says `ready()`. If not, the figures are written once all has come."""
-
-
-def socket_name(settings: Settings) -> bytes:
-    """Return the name of the abstract socket of this user's start on this node."""
-    words = (str(settings.run_dir), settings.job, settings.submission, str(settings.attempt))
-    digest = hashlib.sha256("\0".join(words).encode("utf-8", "surrogateescape")).hexdigest()
-    return f"\0bootseer-fanout-{os.geteuid()}-{digest[:24]}".encode()
 
 
 def main() -> int:

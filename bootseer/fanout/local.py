@@ -40,6 +40,7 @@ from msgspec import Meta, Struct
 
 from bootseer.base.closing import Closing
 from bootseer.base.documents import DocumentFormat
+from bootseer.base.short_digest import short_digest
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.fanout.trees import TREE_COUNT
 from bootseer.served.control import is_trusted_peer
@@ -271,14 +272,16 @@ class _Arriving:
         os.close(self._file)
 
 
+def socket_name(settings: Settings) -> bytes:
+    """Return the name of the abstract socket of this user's start on this node."""
+    words = (str(settings.run_dir), settings.job, settings.submission, str(settings.attempt))
+    digest = short_digest("\0".join(words).encode("utf-8", "surrogateescape"))
+    return f"\0bootseer-fanout-{os.geteuid()}-{digest[:24]}".encode()
+
+
 def fanout_address(settings: Settings) -> bytes:
     """Return the address at which the processes of a start ask for objects; b"" if it has none."""
-    if not settings.fanout:
-        return b""
-    # Here: a start without a fan-out needs none of it.
-    from bootseer.fanout.host import socket_name
-
-    return socket_name(settings)
+    return socket_name(settings) if settings.fanout else b""
 
 
 def connected(address: bytes, limit_s: float) -> socket.socket:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from bootseer.base.content_digest import content_digest
 from bootseer.errors import CorruptError
 from bootseer.fanout import local
-from bootseer.fanout.host import socket_name
 from bootseer.fanout.local import (
     HEAD,
     IS_COMING,
@@ -28,6 +27,7 @@ from bootseer.fanout.local import (
     body_bytes,
     can_be_shared,
     decode_request,
+    fanout_address,
 )
 from bootseer.fanout.whole_reads import read_whole
 from bootseer.settings.config import Settings, load_config
@@ -122,7 +122,7 @@ def settings(tmp_path: Path) -> Settings:
 @pytest.fixture
 def host(settings: Settings, tmp_path: Path) -> Iterator[Host]:
     with (tmp_path / "object").open("w+b") as file:
-        made = Host(socket_name(settings), file.fileno())
+        made = Host(fanout_address(settings), file.fileno())
         yield made
         made.close()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fanout.host import socket_name
+from bootseer.fanout.local import socket_name
 from testbed.mounts.image_mounts import bootseer, checksums_in_child, index, settings_at
 from testbed.mounts.sweeping import sweep
 
