@@ -8,7 +8,6 @@ import ctypes
 import errno
 import logging
 import os
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,6 +90,8 @@ def detach(path: Path, *, lazy: bool) -> None:
 
 def run_helper(command: Sequence[str], **options: Any) -> str | None:
     """Run fusermount3. Return its error message, or None on success. Raises: DeadlineError."""
+    import subprocess  # here: root needs no helper
+
     try:
         done = subprocess.run(
             command,

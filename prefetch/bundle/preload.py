@@ -12,7 +12,6 @@ A start never depends on the preload: the kernel reads whatever was not stored.
 
 import logging
 import os
-import subprocess
 import sys
 import threading
 from bisect import bisect_right
@@ -249,6 +248,8 @@ class KernelPreload:
             self._thread.join(_END_S)
 
     def _walk(self, root: int) -> None:
+        import subprocess  # here: a mount's first user does not wait for it
+
         command = [sys.executable, "-I", "-S", name_walk.__file__, str(root)]
         try:
             process = subprocess.Popen(

@@ -8,7 +8,6 @@ records that no start has used for a month. Thread-safe; several processes at on
 import contextlib
 import logging
 import os
-import shutil
 import stat
 import threading
 import time
@@ -118,7 +117,9 @@ class CacheRoom:
                 _log.info("removed %d bytes of unused images from the cache", freed)
             held = sum(one.size_bytes for one in self._cache.streams())
         try:
-            disk = shutil.disk_usage(self._cache_dir)
+            disk = os.statvfs(self._cache_dir)
         except OSError:
             return False
-        return held <= allowed_bytes and disk.free - wanted_bytes > _FREE_SHARE * disk.total
+        return held <= allowed_bytes and disk.f_frsize * disk.f_bavail - wanted_bytes > (
+            _FREE_SHARE * disk.f_frsize * disk.f_blocks
+        )

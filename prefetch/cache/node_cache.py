@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import os
 import re
-import shutil
 import struct
 from array import array
 from collections.abc import Container, Iterator, Sequence
@@ -41,6 +40,7 @@ from bootseer.errors import (
 from bootseer.linux.locks import lock_file, lock_within, remove_unused_lock, try_lock
 from bootseer.linux.private_files import make_private_directory
 from bootseer.linux.processes import boot_id
+from bootseer.linux.removal import remove_tree
 from bootseer.prefetch.cache.stream import (
     LOCK_S,
     TRY_AGAIN_S,
@@ -299,7 +299,7 @@ class NodeCache:
             for directory in self.directory.glob(f"{NEW_PREFIX}*"):
                 with contextlib.suppress(OSError):
                     os.close(lock_file(directory / "lock", 0))
-                    shutil.rmtree(directory, ignore_errors=True)
+                    remove_tree(directory)
 
     def make_room(self, wanted_bytes: int) -> int:
         """Remove the longest unused streams, `wanted_bytes` in all. Return the bytes freed."""
@@ -412,7 +412,7 @@ class NodeCache:
                     finally:
                         os.close(fd)
                 # A process that opens the stream waits for this lock before it reads the folder.
-                shutil.rmtree(directory)
+                remove_tree(directory)
         except OSError:
             return False
         return True

@@ -7,10 +7,10 @@ lock; a folder whose lock is free was left by a killed process, and `NodeCache` 
 A `WholeStream` is for one thread.
 """
 
+import contextlib
 import errno
 import logging
 import os
-import shutil
 from collections.abc import Callable
 from typing import Self
 
@@ -18,6 +18,7 @@ from bootseer.errors import InvalidInputError, NoSpaceError, from_oserror
 from bootseer.linux.disk_usage import FULL
 from bootseer.linux.locks import lock_file, lock_within
 from bootseer.linux.private_files import make_private_directory
+from bootseer.linux.removal import remove_tree
 from bootseer.prefetch.cache.node_cache import NEW_PREFIX, NodeCache
 from bootseer.prefetch.cache.stream import (
     LOCK_S,
@@ -169,7 +170,8 @@ class WholeStream:
         """Remove the stream unless it was committed. Idempotent. Never raises."""
         if not self._fds:
             return
-        shutil.rmtree(self._directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(self._directory)
         while self._fds:
             # The lock is the first in the list, so that it is released last.
             os.close(self._fds.pop())

@@ -9,7 +9,6 @@ are never visible in part. Modules for publishing are loaded only by the publish
 import contextlib
 import logging
 import os
-import shutil
 import struct
 import sys
 import time
@@ -22,6 +21,7 @@ from msgspec import Struct
 from bootseer.base.documents import from_line
 from bootseer.errors import BootseerError
 from bootseer.linux.private_files import write_private_file
+from bootseer.linux.removal import remove_tree
 from bootseer.prefetch.cache.indexes import read_kept_tree
 from bootseer.served.processes import PUBLISHER, Process, Report, serve, start
 from bootseer.served.service import (
@@ -253,7 +253,8 @@ def _publish(line: bytes, report: Report) -> None:
         raise
     finally:
         (directory / _BEGUN).unlink(missing_ok=True)
-        shutil.rmtree(directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(directory)
         os.close(lock)
     report.ready()
 

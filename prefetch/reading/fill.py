@@ -15,7 +15,6 @@ an image at once.
 import contextlib
 import logging
 import os
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -157,7 +156,7 @@ class Fill:
             for start in range(0, stream.stream_length, WINDOW_BYTES)
         ]
         # A random start, so that nodes that were started together read different objects.
-        first = random.randrange(len(windows)) if windows else 0
+        first = int(dice() * len(windows))
         is_complete = True
         for window in (*claimed, *windows[first:], *windows[:first]):
             for fetch in self._streams.fill_fetches((window,)):

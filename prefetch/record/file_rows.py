@@ -26,9 +26,6 @@ _FILE_BYTES_MAX = 2**62
 Row = tuple[int, int, int, int]
 """Number of a file, offset and length in it, and one more number."""
 
-# A row of another shape is refused before an object is made of it.
-_ROWS = msgspec.json.Decoder(tuple[int, int, int, int])
-
 
 class TracedFile(Struct, frozen=True):
     """File named by path and content digest, and so independent of an image."""
@@ -89,7 +86,9 @@ def decode_rows(
         raise CorruptError(f"{form.what} has another number of lines than it says")
     files = _files(lines, form.what)
     try:
-        rows = _ROWS.decode_lines(rest)
+        # A row of another shape is refused before an object is made of it. Made here, since a
+        # server waits for each module that it loads, and most starts read no rows.
+        rows = msgspec.json.Decoder(Row).decode_lines(rest)
     except msgspec.MsgspecError as error:
         raise CorruptError(f"{form.what} has a row that makes no sense: {error}") from error
     for file, offset, length, last in rows:

@@ -7,7 +7,6 @@ server. Main thread of a single-threaded process only.
 
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +31,8 @@ def exec_newer(module: str, imports: str, attached: Attached, document: Mapping[
     The new program gets `document` by `read_document`, and the descriptors in its members named
     `*_fd`. Returns, after logging an error, if `module` or `imports` cannot be imported.
     """
+    import subprocess  # here: few servers are replaced, and each mount waits for its server
+
     environment = python_environment()
     tried = subprocess.run(
         [sys.executable, "-c", f"import {module}, {imports}"],

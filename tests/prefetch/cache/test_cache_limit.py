@@ -1,9 +1,9 @@
 """The size limit of the node's cache."""
 
 import os
-import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -119,12 +119,11 @@ def test_locks_and_notes_that_nobody_needs_go(tmp_path: Path) -> None:
 def test_a_disk_that_is_nearly_full_has_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)
     room = CacheRoom(tmp_path, 10**15)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=usage.total // 21))
-    assert not room.make()
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=usage.total // 2))
-    assert room.make()
+    for share, has_room in ((21, False), (2, True)):
+        disk = SimpleNamespace(f_frsize=4096, f_blocks=share * 10**9, f_bavail=10**9)
+        monkeypatch.setattr(os, "statvfs", lambda path, disk=disk: disk)
+        assert room.make() is has_room
 
 
 def test_there_may_be_no_cache_yet(tmp_path: Path) -> None:
