@@ -5,10 +5,32 @@ descriptor pool of their own, so that they cannot clash with another library's c
 messages. Unknown fields are skipped. Needs the package protobuf.
 """
 
+import importlib.util
+import sys
 from collections.abc import Iterable
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+def _load_when_used(package: str, name: str) -> None:
+    """Put a module into `sys.modules` that is loaded when something of it is used."""
+    parent = importlib.import_module(package)
+    whole = f"{package}.{name}"
+    spec = importlib.util.find_spec(whole)
+    if whole in sys.modules or spec is None or spec.loader is None:
+        return
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[whole] = module
+    spec.loader.exec_module(module)
+    # Else an import from the package asks the module itself, which loads it.
+    setattr(parent, name, module)
+
+
+# Protobuf imports its implementation in Python with that in C, which uses nothing of it: half of
+# the import's time, for which each start with a store in HDFS would wait.
+_load_when_used("google.protobuf.internal", "python_message")
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # noqa: E402
 
 Messages = dict[str, tuple[tuple[int, str, str], ...]]
 """Fields of each message as (number, type, name). A "*" before the type means repeated, a "!"

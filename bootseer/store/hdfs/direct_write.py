@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Callable, Collection
 from zlib import crc32 as slow_crc32
 
-import google_crc32c
 from msgspec import Struct
 
 from bootseer.base.varints import take_delimited
@@ -71,6 +70,8 @@ class ChecksumKind(Struct, frozen=True):
 
 def crc32c(data: bytes | memoryview, before: int = 0) -> int:
     """Return the CRC-32C (Castagnoli) of `data` after bytes with the checksum `before`."""
+    import google_crc32c  # here: those who only read need it not
+
     checksum: int = google_crc32c.extend(before, bytes(data))  # accepts immutable bytes only
     return checksum
 
