@@ -1,8 +1,8 @@
-"""Grammar of the command line as plain data: every command, and the options of `run` and `standby`.
+"""Grammar of the command line as plain data: every command, and the options of some.
 
 The click commands (`command_tree`), the kill switch (`disabled`) and the early reading of
-`bootseer run`, which loads no click, are all made from these tables. Imports nothing of Bootseer.
-Pure.
+`bootseer run` and `bootseer snapshot restore`, which loads no click, are all made from these
+tables. Imports nothing of Bootseer. Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -106,7 +106,7 @@ WRAPPERS = ("run", "warm")
 
 
 class Option:
-    """Option of `run` or `standby`.
+    """Option of `run`, `standby` or `snapshot restore`.
 
     Args:
         metavar: Placeholder of the value; empty for an option without a value.
@@ -132,6 +132,13 @@ class Option:
         self.default = default
 
 
+_MODE = Option(
+    "--mode",
+    "mode",
+    "How to restore: auto, mount, link or extract. Default: BOOTSEER_RESTORE_MODE.",
+    "MODE",
+    choices=("auto", "mount", "link", "extract"),
+)
 _PREPARED = (
     Option("--image", "image", "Run in this image: an indexed one, or its source.", "REF"),
     Option(
@@ -184,13 +191,7 @@ _PREPARED = (
         "NAME",
         repeats=True,
     ),
-    Option(
-        "--mode",
-        "mode",
-        "How to restore: auto, mount, link or extract. Default: BOOTSEER_RESTORE_MODE.",
-        "MODE",
-        choices=("auto", "mount", "link", "extract"),
-    ),
+    _MODE,
     Option(
         "--checkpoint",
         "checkpoints",
@@ -235,24 +236,48 @@ STANDBY = (
 )
 
 
-class RunLine:
-    """Command line of `bootseer run`, read without click.
+RESTORE = (
+    Option(
+        "--to",
+        "directory",
+        "Restore to this directory; without --relocate only if no file contains its own path.",
+        "DIR",
+    ),
+    Option(
+        "--relocate",
+        "relocates",
+        "Change the paths in an environment, so that it works in the directory of --to.",
+    ),
+    Option(
+        "--system",
+        "allows_system",
+        "Allow directories of the system, such as /usr/bin and /etc, and of a user's settings.",
+    ),
+    _MODE,
+)
+
+
+class CommandLine:
+    """Command line that was read without click.
 
     Attributes:
         settings: Values by field of `Settings`.
         assignments: Values of `--set`.
-        options: Values of all options in `RUN`, by parameter.
+        options: Values of all options of the command, by parameter.
+        words: Words behind the command that are no options.
+        command: Words behind `--`.
     """
 
-    def __init__(self, command: tuple[str, ...]) -> None:
+    def __init__(self, options: Sequence[Option]) -> None:
         self.settings: dict[str, str] = {}
         self.assignments: list[str] = []
-        self.options = defaults(RUN)
+        self.options = defaults(options)
         self.verbosity = 0
-        self.command = command
+        self.words: list[str] = []
+        self.command: tuple[str, ...] = ()
 
 
-def read_run(words: Sequence[str]) -> RunLine | None:
+def read_run(words: Sequence[str]) -> CommandLine | None:
     """Return the command line of a `bootseer run`; None if click must read it.
 
     That is so for other commands, for help, and for mistakes.
@@ -260,18 +285,44 @@ def read_run(words: Sequence[str]) -> RunLine | None:
     if "--" not in words:
         return None
     end = words.index("--")
-    line = RunLine(tuple(words[end + 1 :]))
+    line = _read(words[:end], ("run",), RUN)
+    if line is None or line.words:
+        return None
+    line.command = tuple(words[end + 1 :])
+    return line if line.command or line.options["image"] else None
+
+
+def read_restore(words: Sequence[str]) -> CommandLine | None:
+    """Return the command line of a `bootseer snapshot restore KEY` to the snapshot's own places.
+
+    None if click must read it, as in `read_run`.
+    """
+    line = _read(words, ("snapshot", "restore"), RESTORE)
+    if line is None or len(line.words) != 1:
+        return None
+    return None if line.options["directory"] or line.options["relocates"] else line
+
+
+def _read(
+    words: Sequence[str], command: Sequence[str], options: Sequence[Option]
+) -> CommandLine | None:
+    line = CommandLine(options)
     values = line.options
+    missing = list(command)
     known: dict[str, Option] = {}
-    rest = iter(words[:end])
+    rest = iter(words)
     for word in rest:
-        if not known and word.startswith("-v") and word == "-" + "v" * (len(word) - 1):
+        is_first = len(missing) == len(command)
+        if is_first and word.startswith("-v") and word == "-" + "v" * (len(word) - 1):
             line.verbosity += len(word) - 1
             continue
-        if not word.startswith("--"):
-            if known or word != "run":
+        if not word.startswith("-"):
+            if not missing:
+                line.words.append(word)
+            elif word != missing.pop(0):
                 return None
-            known = {one.flag: one for one in RUN}
+            elif not missing:
+                known = {one.flag: one for one in options}
             continue
         flag, has_value, value = word.partition("=")
         option = known.get(flag)
@@ -280,7 +331,8 @@ def read_run(words: Sequence[str]) -> RunLine | None:
                 return None
             values[option.parameter] = True
             continue
-        if option is None and flag not in SETTINGS and flag != SET:
+        is_setting = flag in SETTINGS or flag == SET
+        if option is None and not (is_setting and (is_first or not missing)):
             return None
         if not has_value:
             value = next(rest, "--")
@@ -296,8 +348,7 @@ def read_run(words: Sequence[str]) -> RunLine | None:
             values[option.parameter] = (*_texts(values[option.parameter]), value)
         else:
             values[option.parameter] = value
-    has_what_to_run = bool(line.command or values["image"])
-    return line if known and has_what_to_run else None
+    return None if missing else line
 
 
 def defaults(options: Sequence[Option]) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Entry point of the command line: standard files, errors as one line and an exit code.
 
-The options of `bootseer run` are read here, without click, whose import takes as long as the start
-of the interpreter; all other commands are click's (`command_tree`).
+The options of `bootseer run` and `bootseer snapshot restore` are read without click, whose import
+takes longer than the start of the interpreter; all other commands are click's (`command_tree`).
 """
 
 import atexit
@@ -12,9 +12,9 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from bootseer.cli.grammar import read_run
+from bootseer.cli.grammar import read_restore, read_run
 from bootseer.cli.text import begin_log, one_line, tell
-from bootseer.errors import EXIT_FAILURE, BootseerError, exit_code_of, missing_package
+from bootseer.errors import EXIT_FAILURE, EXIT_OK, BootseerError, exit_code_of, missing_package
 
 _log = logging.getLogger(__name__)
 _INTERRUPTED = 130
@@ -53,12 +53,17 @@ def _leave(code: int) -> None:
 def _run(words: Sequence[str]) -> int:
     stdout = sys.stdout
     try:
-        line = None if _COMPLETE in os.environ else read_run(words)
-        if line is not None:
+        if _COMPLETE not in os.environ and (line := read_run(words)):
             from bootseer.cli.run import start_line
 
             begin_log(line.verbosity)
             start_line(line)
+        if _COMPLETE not in os.environ and (line := read_restore(words)):
+            from bootseer.cli.restore import restore_line
+
+            begin_log(line.verbosity)
+            restore_line(line)
+            return EXIT_OK
         from bootseer.cli.command_tree import run_click
 
         return run_click(words)

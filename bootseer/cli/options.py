@@ -1,12 +1,13 @@
 """Kinds of values of options, and options that several commands take."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from bootseer.cli.command_tree import current_settings
+from bootseer.cli.grammar import Option
 from bootseer.cli.text import say
 from bootseer.errors import InvalidInputError
 from bootseer.settings.config import RESTORE_MODES
@@ -110,6 +111,35 @@ def options(*group: Callable[[_F], _F]) -> Callable[[_F], _F]:
     def add(command: _F) -> _F:
         for one in reversed(group):
             command = one(command)
+        return command
+
+    return add
+
+
+def params_of(group: Sequence[Option]) -> list[click.Parameter]:
+    """Return the parameters of click for options of the grammar."""
+    return [
+        click.Option(
+            [one.flag, one.parameter],
+            metavar=one.metavar or None,
+            is_flag=not one.metavar,
+            multiple=one.repeats,
+            type=click.Choice(one.choices) if one.choices else None,
+            default=one.default if one.metavar else False,
+            show_default=one.default is not None,
+            help=one.help,
+        )
+        for one in group
+    ]
+
+
+def options_of(group: Sequence[Option]) -> Callable[[_F], _F]:
+    """Return a decorator that adds options of the grammar, in this order."""
+
+    def add(command: _F) -> _F:
+        # As `click.option` notes them: the last one first.
+        noted = command.__dict__.setdefault("__click_params__", [])
+        noted += reversed(params_of(group))
         return command
 
     return add

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec.structs import replace
 
-from bootseer.cli.grammar import RunLine
+from bootseer.cli.grammar import CommandLine
 from bootseer.cli.text import printable, say
 from bootseer.errors import InvalidInputError
 from bootseer.settings.config import Config, Settings, assignment, load_config
@@ -25,10 +25,14 @@ _OF_IMAGE = {
 _OF_SETUP = ("targets", "inputs", "variables", "mode")
 
 
-def start_line(line: RunLine) -> NoReturn:
+def config_of(line: CommandLine) -> Config:
+    """Return the settings of a command line. Raises: InvalidInputError."""
+    return load_config({**line.settings, **dict(map(assignment, line.assignments))})
+
+
+def start_line(line: CommandLine) -> NoReturn:
     """Start the job of a command line. Raises: as `start`."""
-    flags = {**line.settings, **dict(map(assignment, line.assignments))}
-    start(load_config(flags), line.command, line.options)
+    start(config_of(line), line.command, line.options)
 
 
 def start(config: Config, command: tuple[str, ...], options: Mapping[str, Any]) -> NoReturn:

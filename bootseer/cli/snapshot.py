@@ -1,6 +1,5 @@
 """`bootseer snapshot`: environments, captured once and restored everywhere."""
 
-import contextlib
 import os
 import stat
 from pathlib import Path
@@ -12,7 +11,15 @@ from msgspec.structs import replace
 
 from bootseer.base.display import display_path, format_age
 from bootseer.cli.command_tree import command, current_settings, settings_without_fanout
-from bootseer.cli.options import mode_option, open_current_store, options, time_option
+from bootseer.cli.grammar import RESTORE
+from bootseer.cli.options import (
+    mode_option,
+    open_current_store,
+    options,
+    options_of,
+    time_option,
+)
+from bootseer.cli.restore import restore, say_restored
 from bootseer.cli.show import document_of, emit_table, shows
 from bootseer.cli.text import human_bytes, human_time, printable, say
 from bootseer.errors import CorruptError, exit_code_of
@@ -208,61 +215,28 @@ def snapshot_create(targets: tuple[str, ...], name: str) -> ShownSnapshot:
 
 @command("snapshot restore", epilog="Example: bootseer snapshot restore base-env")
 @click.argument("key")
-@click.option(
-    "--to",
-    "directory",
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    help="Restore to this directory; without --relocate only if no file contains its own path.",
-)
-@click.option(
-    "--relocate",
-    "relocates",
-    is_flag=True,
-    help="Change the paths in an environment, so that it works in the directory of --to.",
-)
-@click.option(
-    "--system",
-    "allows_system",
-    is_flag=True,
-    help="Allow directories of the system, such as /usr/bin and /etc, and of a user's settings.",
-)
-@mode_option
-@shows(
-    ShownSnapshot,
-    text=lambda done: say(f"restored {done.file_count} files, {human_bytes(done.content_bytes)}"),
-)
+@options_of(RESTORE)
+@shows(ShownSnapshot, text=lambda done: say_restored(done.file_count, done.content_bytes))
 def snapshot_restore(
-    key: str, directory: Path | None, relocates: bool, allows_system: bool, mode: str | None
+    key: str, directory: str | None, relocates: bool, allows_system: bool, mode: str | None
 ) -> ShownSnapshot:
     """Put a snapshot's directories where they were; KEY is a fingerprint, its start, or a name.
 
     An existing directory must be empty, or have its contents from before the set-up. The
     directories of the snapshot are printed first.
     """
-    from bootseer.snapshots.restore import early_server
-
     if relocates and directory is None:
         raise click.UsageError("--relocate needs --to DIR.")
     if directory is not None and mode not in (None, "auto", "extract"):
         raise click.UsageError("--to extracts: it has no other --mode.")
-    settings = settings_without_fanout()
-    if mode is not None:
-        settings = replace(settings, restore_mode=mode)
-    with contextlib.ExitStack() as stack:
-        # The server of a mount begins now, so that it loads while this process does.
-        process = None if directory is not None else stack.enter_context(early_server(settings))
-        from bootseer.snapshots.restore import restore_snapshot
-
-        manifest = restore_snapshot(
-            settings,
-            key,
-            directory,
-            relocates=relocates,
-            allows_system=allows_system,
-            report=say,
-            process=process,
-        )
+    manifest = restore(
+        current_settings(),
+        key,
+        None if directory is None else Path(directory),
+        relocates=relocates,
+        allows_system=allows_system,
+        mode=mode,
+    )
     return snapshot_of(manifest)
 
 

@@ -1,29 +1,11 @@
 """Click commands `bootseer run` and `bootseer standby`, made of the options in `grammar`."""
 
-from collections.abc import Sequence
 from typing import Any
 
-import click
-
 from bootseer.cli.command_tree import WrappingCommand, current_config
-from bootseer.cli.grammar import RUN, STANDBY, Option
+from bootseer.cli.grammar import RUN, STANDBY
+from bootseer.cli.options import params_of
 from bootseer.cli.run import hold, start
-
-
-def _params(options: Sequence[Option]) -> list[click.Parameter]:
-    return [
-        click.Option(
-            [one.flag, one.parameter],
-            metavar=one.metavar or None,
-            is_flag=not one.metavar,
-            multiple=one.repeats,
-            type=click.Choice(one.choices) if one.choices else None,
-            default=one.default if one.metavar else False,
-            show_default=one.default is not None,
-            help=one.help,
-        )
-        for one in options
-    ]
 
 
 def _run(command: tuple[str, ...], **options: Any) -> None:
@@ -49,7 +31,7 @@ def _standby(command: tuple[str, ...], **options: Any) -> None:
 
 run = WrappingCommand(
     "run",
-    params=_params(RUN),
+    params=params_of(RUN),
     callback=_run,
     help=_run.__doc__,
     has_own="image",
@@ -58,7 +40,7 @@ run = WrappingCommand(
 )
 standby = WrappingCommand(
     "standby",
-    params=_params(STANDBY),
+    params=params_of(STANDBY),
     callback=_standby,
     help=_standby.__doc__,
     needs_command=False,

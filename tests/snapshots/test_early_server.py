@@ -30,6 +30,7 @@ _SET_UP = (
 _UNWANTED = (
     *(
         "asyncio",
+        "click",
         "concurrent",
         "getpass",
         "hmac",

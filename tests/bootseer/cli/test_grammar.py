@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.cli.command_tree import cli, load
-from bootseer.cli.grammar import COMMANDS, read_run
+from bootseer.cli.grammar import COMMANDS, read_restore, read_run
 from tests.bootseer.cli.conftest import World
 
 _WORDS = st.sampled_from(
@@ -21,13 +21,45 @@ _WORDS = st.sampled_from(
 )
 
 
-def read_by_click(words: list[str]) -> tuple[str | None, dict[str, Any], dict[str, str]]:
+_RESTORE_WORDS = st.sampled_from(
+    [
+        *(
+            "snapshot",
+            "restore",
+            "-v",
+            "--verbose",
+            "--help",
+            "--bogus",
+            "key",
+            "a b",
+            "",
+            "-x",
+            "--",
+        ),
+        *("--job", "--job=j", "--set", "fanout=off", "--json", "--bogus", "--system=x"),
+        *("--mode", "--mode=link", "--mode=bad", "--relocate", "--to=d", "--to", "--system"),
+    ]
+)
+
+
+@st.composite
+def _restores(draw: st.DrawFn) -> list[str]:
+    """Return the words of a restore, with others around them."""
+    before, between, behind = (draw(st.lists(_RESTORE_WORDS, max_size=size)) for size in (2, 1, 4))
+    return [*before, "snapshot", *between, "restore", *behind]
+
+
+def read_by_click(words: list[str]) -> tuple[str, dict[str, Any], dict[str, str]]:
     """Return command, parameters and settings. Raises: click.UsageError, click.exceptions.Exit."""
-    root = cli.make_context("bootseer", list(words))
-    name, command, rest = cli.resolve_command(root, [*root._protected_args, *root.args])
-    assert command is not None
-    inner = command.make_context(name, rest, parent=root)
-    return name, inner.params, inner.obj.flags if inner.obj else {}
+    context = cli.make_context("bootseer", list(words))
+    while isinstance(group := context.command, click.Group):
+        name, command, rest = group.resolve_command(
+            context, [*context._protected_args, *context.args]
+        )
+        assert command is not None
+        context = command.make_context(name, rest, parent=context)
+    path = context.command_path.removeprefix("bootseer ")
+    return path, context.params, context.obj.flags if context.obj else {}
 
 
 @given(st.lists(_WORDS, max_size=9))
@@ -40,6 +72,32 @@ def test_a_start_is_read_as_click_reads_it(words: list[str]) -> None:
     assert parameters == {**line.options, "command": line.command}
     told = {**line.settings, **dict(one.split("=", 1) for one in line.assignments)}
     assert settings == told
+
+
+@given(_restores())
+def test_a_restore_is_read_as_click_reads_it(words: list[str]) -> None:
+    line = read_restore(words)
+    if line is None:
+        return
+    name, parameters, settings = read_by_click(words)
+    assert name == "snapshot restore"
+    assert parameters == {**line.options, "key": line.words[0], "as_json": False}
+    told = {**line.settings, **dict(one.split("=", 1) for one in line.assignments)}
+    assert settings == told
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["snapshot", "restore", "key"],
+        ["-v", "--store", "file:///s", "snapshot", "restore", "key", "--mode", "mount"],
+        ["snapshot", "restore", "--system", "--job=j", "key"],
+    ],
+)
+def test_an_ordinary_restore_needs_no_click(words: list[str]) -> None:
+    line = read_restore(words)
+    assert line is not None
+    assert line.words == ["key"]
 
 
 @pytest.mark.parametrize(
