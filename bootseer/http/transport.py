@@ -50,7 +50,7 @@ from bootseer.errors import (
     UnavailableError,
 )
 from bootseer.http.addresses import Reach, is_loopback, literal_reach, may_redirect, reach_of
-from bootseer.transfer.pace import STALL_S
+from bootseer.transfer.pace import STALL_S, ByteProgress
 
 # urllib3 logs whole URLs, and the URL of a redirect may be secret.
 logging.getLogger("urllib3").setLevel(logging.CRITICAL + 1)
@@ -319,8 +319,15 @@ class Response(Closing):
             raise _error(error, self.server) from error
 
     def read_all(self, size_max_bytes: int, deadline_s: float) -> bytes:
-        """Return the whole body. Raises: CorruptError if it is larger; as `read`."""
-        ends = time.monotonic() + deadline_s
+        """Return the whole body.
+
+        Args:
+            size_max_bytes: Size of the largest body that is accepted.
+            deadline_s: Longest time without bytes; fewer than 8 KiB/s count as none.
+
+        Raises: CorruptError if the body is larger; DeadlineError; UnavailableError, as `read`.
+        """
+        progress = ByteProgress(time.monotonic())
         pieces: list[bytes] = []
         size_bytes = 0
         while data := self.read(_PIECE_BYTES):
@@ -329,9 +336,9 @@ class Response(Closing):
             if size_bytes > size_max_bytes:
                 self.close()
                 raise CorruptError(f"{self.server} sent more than {size_max_bytes} bytes")
-            if time.monotonic() > ends:
+            if progress.silent_s(size_bytes, time.monotonic()) > deadline_s:
                 self.close()
-                raise DeadlineError(f"{self.server} did not finish within {deadline_s:g} s")
+                raise DeadlineError(f"{self.server} sent almost nothing for {deadline_s:g} s")
         return b"".join(pieces)
 
     def unavailable(self, message: str) -> UnavailableError:

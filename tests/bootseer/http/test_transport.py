@@ -68,6 +68,33 @@ def test_a_proxy_whose_answer_never_ends_is_left(monkeypatch: pytest.MonkeyPatch
         transport.close()
 
 
+@pytest.mark.parametrize(("piece_bytes", "comes"), [(4096, True), (1, False)])
+def test_an_answer_has_its_deadline_as_long_as_bytes_come(piece_bytes: int, comes: bool) -> None:
+    """32 KiB in 1.6 s and more pass a deadline of half a second, a trickle does not."""
+    body = b"x" * 32 * 1024
+
+    def send(connection: socket.socket, over: threading.Event) -> None:
+        connection.recv(4096)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body))
+        for begin in range(0, len(body), piece_bytes):
+            if over.wait(0.2):
+                return
+            connection.sendall(body[begin : begin + piece_bytes])
+
+    with talking(send) as server:
+        transport = Transport(HttpServer(server, f"http://{server}/v2"), 10.0)
+        found: list[bytes] = []
+
+        def ask() -> None:
+            with transport.request("GET", f"http://{server}/v2/x", {}) as response:
+                found.append(response.read_all(MIB, 0.5))
+
+        error = ends(ask)
+        assert found == ([body] if comes else []), error
+        assert comes or isinstance(error, DeadlineError)
+        transport.close()
+
+
 _FORKED = """
 import os, signal, sys
 from bootseer.http.transport import HttpServer, Transport
