@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from bootseer.base.content_digest import content_digest
 from bootseer.errors import CorruptError, UnavailableError
 from bootseer.fanout.exchange import Exchange
 from bootseer.fanout.gathering import GROUP_NODES, Gathering, TimelineRoute, gatherer_of
-from bootseer.fanout.protocol import Request
+from bootseer.fanout.protocol import ASK, FEED, KEEP, Request
 from bootseer.timeline.stored import OBJECT_BYTES_MAX, decode_gathered
-from tests.bootseer.fanout.nodes import KEY, free_addresses, member
+from tests.bootseer.fanout.nodes import KEY, free_addresses, introduce, member
 
 COUNT = 16
 
@@ -133,6 +134,29 @@ def test_another_key_hands_over_nothing(group: Group) -> None:
     with pytest.raises((ConnectionError, CorruptError)):
         TimelineRoute(group.addresses, 1, bytes(32), None).deliver(name_of(1), b"lines")
     assert not group.objects
+
+
+def answer_of(group: Group, request: Request, data: bytes = b"") -> bytes:
+    """Return the first byte of the gathering node's answer, or b"" if it closes the connection."""
+    with introduce(group.addresses[0], 0, child=1) as sock:
+        sock.settimeout(20)
+        sock.sendall(request.encode() + data)
+        with contextlib.suppress(ConnectionResetError):
+            return sock.recv(1)
+    return b""
+
+
+def test_a_timeline_whose_bytes_have_changed_is_not_kept(group: Group) -> None:
+    data = f"{name_of(1)}\nlines".encode()
+    request = Request(KEEP, 0, len(data), content_digest(data))
+    assert answer_of(group, request, data.replace(b"lines", b"liNes")) == b""
+    assert not group.objects
+    assert answer_of(group, request, data) != b""
+
+
+def test_a_node_that_only_gathers_answers_nothing_else(group: Group) -> None:
+    for operation in (ASK, FEED):
+        assert answer_of(group, Request(operation, 0, 0, bytes(32))) == b""
 
 
 def test_each_group_has_one_node_that_gathers() -> None:
