@@ -221,12 +221,13 @@ class _Share:
             self.lock.notify_all()
         buffer.index = index
         last, self.latest[tree] = self.latest[tree], buffer
+        if last is not None:
+            # Before the streams go on: one that sends the rest of it releases it itself.
+            self.release(last)
         for stream in self.streams[tree]:
             stream.pump()
         for watcher in tuple(self.watchers):
             watcher.tell()
-        if last is not None:
-            self.release(last)
 
     def take_buffer(self, index: int) -> _Buffer:
         """Return memory for a frame with this chunk, for `accept` or `release`.

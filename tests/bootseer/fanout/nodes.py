@@ -24,9 +24,9 @@ CHUNK_BYTES = 10_000
 class Content:
     """Object of a store; counts the bytes that are read of it."""
 
-    def __init__(self, chunk_count: int, seed: int = 1) -> None:
+    def __init__(self, chunk_count: int, seed: int = 1, chunk_bytes: int = CHUNK_BYTES) -> None:
         dice = random.Random(seed)
-        self.parts = [dice.randbytes(CHUNK_BYTES - n % 7) for n in range(chunk_count)]
+        self.parts = [dice.randbytes(chunk_bytes - n % 7) for n in range(chunk_count)]
         self.list: ChunkList = chunk_list(
             [len(part) for part in self.parts], [content_digest(part) for part in self.parts]
         )
@@ -45,7 +45,8 @@ class Content:
     def chunk(self, index: int, offset: int, length: int) -> bytes:
         self.before(index)
         self.reads += 1
-        return self.data[offset : offset + length]
+        assert (self.list.offsets[index], len(self.parts[index])) == (offset, length)
+        return self.parts[index]
 
 
 class Gate:

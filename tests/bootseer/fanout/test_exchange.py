@@ -54,6 +54,16 @@ def test_all_nodes_get_an_object_of_which_the_store_sends_one_copy(job: FanoutJo
     }
 
 
+def test_no_sound_node_sends_wrong_bytes(job: FanoutJob) -> None:
+    """The memory of a large chunk is used again only when all children have it."""
+    content = Content(80, chunk_bytes=1 << 20)
+    job.start(*range(6))
+    job.join(content)
+    job.check(content)
+    fed = [one for node in job.nodes.values() for one in node.source_records()]
+    assert Reason.WRONG.value not in {one.left_because for one in fed}
+
+
 def test_an_object_of_one_chunk_and_two_objects_at_once(job: FanoutJob) -> None:
     small, other = Content(1), Content(9, seed=2)
     job.start(*range(6))
