@@ -85,9 +85,13 @@ def from_json(document: Mapping[str, Any]) -> Result:
 
 
 def save(result: Result, path: Path) -> None:
-    """Write `result` to `path`, whole or not at all."""
+    """Write `result` to `path`: to a file whole or not at all, to a device or pipe in place."""
+    text = _lines(to_json(result))
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(_lines(to_json(result)))
+    temporary.write_text(text)
     temporary.replace(path)
 
 

@@ -33,6 +33,7 @@ _STEP_BYTES = 4 * 2**20
 _CLOSE_WAIT_S = 5.0
 # One unit of every part of a file with the default form: that much is fetched at once anyway.
 _DIRECT_BYTES = DEFAULT_STRIPE_UNIT_BYTES * DEFAULT_STRIPE_COUNT
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 def _ignore(count: int) -> None:
@@ -115,30 +116,23 @@ def copy_out(
 ) -> int:
     """Write the striped or ordinary file `path` to the local file `target`, whole or not at all.
 
-    `on_progress` is called with the bytes of each step.
+    A device, such as /dev/null, is written in place. `on_progress` is called with the bytes of
+    each step.
 
     Returns: the size in bytes.
 
     Raises: NotFoundError, CorruptError, NoSpaceError, UnavailableError (also when `path` is
-        replaced meanwhile and its old content gone), DeadlineError, ...
+        replaced meanwhile and its old content gone), DeadlineError, InvalidInputError if `target`
+        is a pipe or socket, ...
     """
-    temporary = target.with_name(f".bootseer-{secrets.token_hex(8)}.tmp")
     opened = storage.reader.open(storage.tree.stored.view(path))
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        fd = os.open(temporary, flags, 0o600)
-
-        def write(offset: int, piece: memoryview) -> None:
-            while len(piece):
-                written = os.pwrite(fd, piece, offset)
-                offset, piece = offset + written, piece[written:]
-
+        if _is_device(target):
+            _copy_opened(storage, opened, target, os.O_WRONLY, on_progress)
+            return opened.view.size_bytes
+        temporary = target.with_name(f".bootseer-{secrets.token_hex(8)}.tmp")
         try:
-            try:
-                storage.reader.copy(opened, write, on_progress)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            _copy_opened(storage, opened, temporary, _NEW_FILE, on_progress)
             temporary.replace(target)
             sync_directory(str(target.parent))
         except BaseException:
@@ -149,6 +143,40 @@ def copy_out(
         raise from_oserror(error, f"write {target}") from error
     finally:
         storage.reader.close(opened)
+
+
+def _is_device(target: Path) -> bool:
+    """Whether `target` is a device. Raises: InvalidInputError if it takes bytes in order only."""
+    try:
+        mode = target.stat().st_mode
+    except OSError:
+        return False
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+        raise InvalidInputError(f"{target} is a pipe or socket, and a copy is not written in order")
+    return stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
+
+
+def _copy_opened(
+    storage: StripedStorage,
+    opened: OpenFile,
+    target: Path,
+    flags: int,
+    on_progress: Callable[[int], None],
+) -> None:
+    """Write the content of an open file to `target`, in any order. Raises: as `copy_out`."""
+    fd = os.open(target, flags | os.O_CLOEXEC, 0o600)
+
+    def write(offset: int, piece: memoryview) -> None:
+        while len(piece):
+            written = os.pwrite(fd, piece, offset)
+            offset, piece = offset + written, piece[written:]
+
+    try:
+        storage.reader.copy(opened, write, on_progress)
+        if flags & os.O_CREAT:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def copy_across(

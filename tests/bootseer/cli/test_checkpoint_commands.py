@@ -2,11 +2,13 @@
 
 import os
 import random
+import stat
 from pathlib import Path
 
 import pytest
 
 from bootseer.fuse.striped.layout import PARTS_FOLDER
+from testbed.needs import require
 from tests.bootseer.cli.conftest import World
 from tests.bootseer.cli.json_page import agree
 
@@ -47,6 +49,23 @@ def test_ls_and_stat_show_what_is_stored(tree: World) -> None:
     assert sum(one["bytes"] for one in shown["segments"][0]["parts"]) == len(DATA)
     assert shown["generation"] in tree("checkpoint", "stat", f"{url}/step-1/model").out
     agree("checkpoint stat", tree("checkpoint", "stat", f"{url}/step-1/sub/note", "--json").json)
+
+
+def test_cp_to_a_pipe_is_refused(tree: World) -> None:
+    os.mkfifo(tree.path("pipe"))
+    source = f"{tree.path('tree').as_uri()}/step-1/model"
+    refused = tree("checkpoint", "cp", source, "pipe")
+    assert refused.code == 2
+    assert "pipe is a pipe or socket" in refused.err
+    assert tree.path("pipe").is_fifo()
+
+
+def test_cp_to_a_device_does_not_replace_it(tree: World) -> None:
+    require("root")
+    os.mknod(tree.path("null"), 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    source = f"{tree.path('tree').as_uri()}/step-1/model"
+    assert tree("checkpoint", "cp", source, "null").code == 0
+    assert tree.path("null").is_char_device()
 
 
 def test_cp_in_out_and_across(tree: World) -> None:
