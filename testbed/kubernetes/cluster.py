@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -307,13 +308,16 @@ class KubernetesCluster(Closing):
 
     @property
     def hdfs(self) -> MiniHdfs:
-        """HDFS that nodes and pods reach, started at its first use."""
+        """HDFS that nodes and pods reach, started at its first use, with a folder `checkpoints`."""
         if self._hdfs is None:
             launcher = self.lan.entering(["env"])
             self._hdfs = MiniHdfs(
                 self.folder / "hdfs", datanode_count=1, address=ADDRESS, launcher=launcher
             )
             self._hdfs.start()
+            make = "import sys; from bootseer.store import open_backend; "
+            make += "open_backend(sys.argv[1], deadline_s=60.0).mkdir('checkpoints')"
+            self.lan.run(sys.executable, "-c", make, self._hdfs.url)
         return self._hdfs
 
 
