@@ -128,11 +128,11 @@ def copy_out(
     opened = storage.reader.open(storage.tree.stored.view(path))
     try:
         if _is_device(target):
-            _copy_opened(storage, opened, target, os.O_WRONLY, on_progress)
+            _write_local(storage, opened, target, os.O_WRONLY, on_progress)
             return opened.view.size_bytes
         temporary = target.with_name(f".bootseer-{secrets.token_hex(8)}.tmp")
         try:
-            _copy_opened(storage, opened, temporary, _NEW_FILE, on_progress)
+            _write_local(storage, opened, temporary, _NEW_FILE, on_progress)
             temporary.replace(target)
             sync_directory(str(target.parent))
         except BaseException:
@@ -156,7 +156,7 @@ def _is_device(target: Path) -> bool:
     return stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
 
 
-def _copy_opened(
+def _write_local(
     storage: StripedStorage,
     opened: OpenFile,
     target: Path,
