@@ -26,8 +26,7 @@ from bench.model import (
     ratio_of,
     variant,
 )
-from bootseer.report.delay import Delay
-from bootseer.report.explain import Analysis, StartModel
+from bootseer.report.explain import Analysis, Delay, StartModel
 from bootseer.report.graph import begin_of, end_of
 from bootseer.report.read import read_graph
 from bootseer.report.sources import TimelineFolder, find_start

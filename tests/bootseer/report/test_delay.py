@@ -3,8 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from bootseer.report.delay import Delay
-from bootseer.report.explain import Analysis, StartModel, break_down
+from bootseer.report.explain import Analysis, Delay, StartModel, break_down
 from bootseer.report.graph import StartGraph, Track, TrackSpan
 from bootseer.report.text import explain
 from bootseer.timeline.otlp import Stage, Value
