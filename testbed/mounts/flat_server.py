@@ -10,12 +10,14 @@ release to whose features the mount is limited (testbed.kernels).
 
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 from bootseer.fuse.kernel.dispatch import Dispatcher
 from bootseer.fuse.kernel.operations import Buffer, Caller
+from bootseer.served.supervision.heartbeat import Heartbeat
 from bootseer.served.supervision.supervisor import RestartPolicy, supervise
 from testbed.kernels import offer_as
 from testbed.mounts.flat_directory import FlatDirectory, OpenMode
@@ -29,7 +31,8 @@ class CrashingDirectory(FlatDirectory):
     """`FlatDirectory` that exits at every read of the file "crash".
 
     If there is a folder "stick-once", the next read removes it and then hangs: it stores pages in
-    the kernel while the kernel waits for them.
+    the kernel while the kernel waits for them. With a file "stop-once", the next worker stops as
+    soon as it has said that it serves.
     """
 
     def __init__(self, root: Path, mode: OpenMode) -> None:
@@ -51,6 +54,14 @@ class CrashingDirectory(FlatDirectory):
 
 def _fail(*arguments: object) -> NoReturn:
     raise RuntimeError("a bug in the server")
+
+
+def _answer_stopped(heartbeat: Heartbeat, stop: int) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    _answer_until(heartbeat, stop)
+
+
+_answer_until = Heartbeat.answer_until
 
 
 def _say(text: str) -> None:
@@ -82,6 +93,10 @@ def main() -> None:
         if order.exists():
             order.unlink()
             Dispatcher.answer = _fail  # type: ignore[method-assign, assignment]
+        order = Path(source, "stop-once")
+        if order.exists():
+            order.unlink()
+            Heartbeat.answer_until = _answer_stopped  # type: ignore[method-assign]
         return CrashingDirectory(Path(source), OpenMode(mode))
 
     if how.startswith("supervise"):

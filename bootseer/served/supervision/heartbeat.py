@@ -6,8 +6,8 @@ stopped (SIGSTOP), frozen with its cgroup, or whose interpreter hangs does not. 
 in checks, not by the clock: no check runs while the machine is suspended, or while all processes
 are frozen.
 
-Two processes, with one thread in each: made before the fork, then `answer_until` in the worker and
-`check` in the supervisor.
+Two processes, with one thread in each: made before the fork, then `start_answering` and
+`answer_until` in the worker, `start_asking` and `check` in the supervisor.
 """
 
 import os
@@ -84,14 +84,21 @@ class Heartbeat:
 
     # ---- the worker -------------------------------------------------------------------------
 
+    def start_answering(self) -> None:
+        """Send the first answer, which ends the time for a start. Call once, in the worker.
+
+        Before anybody hears that the worker serves: a worker that is stopped after that, and has
+        not answered yet, would be waited for as one that starts.
+        """
+        for fd in (self._ask_fd, self._answers):
+            os.close(fd)
+        self._send(self._answer_fd, _ANSWER)
+
     def answer_until(self, stop: int) -> None:
         """Answer questions until the descriptor `stop` is readable. Call once, in the worker.
 
         The life of a mount, and the one wait without a deadline. Goes on without a supervisor, too.
         """
-        for fd in (self._ask_fd, self._answers):
-            os.close(fd)
-        self._send(self._answer_fd, _ANSWER)
         watched = [stop, self._questions]
         while stop not in (readable := wait_readable(watched, None)):
             if readable and not self._receive(self._questions):

@@ -402,6 +402,7 @@ def _run_worker(
             operations = _made(factory, attached, report)
             server = FuseServer(operations, attached, options, on_end=stop.wake)
             server.start(resend=resend)
+            heartbeat.start_answering()
             # After a restart nobody reads the pipe.
             try:
                 os.write(tell, b"1")

@@ -386,6 +386,18 @@ def test_a_stopped_worker_is_told_to_continue(source: Path, mountpoint: Path) ->
         assert server.worker() == worker
 
 
+def test_a_worker_that_stops_as_soon_as_it_serves_is_told_to_continue(
+    source: Path, mountpoint: Path
+) -> None:
+    """Regression: until the first answer, a worker had a minute, as one that starts."""
+    (source / "stop-once").touch()
+    with _process(mountpoint, "supervise", source, mountpoint, "direct_io") as server:
+        worker = server.worker()
+        done = fuse_mount.run(["cat", mountpoint / "small"], deadline_s=_DEADLINE_S / 2)
+        assert done.stdout == "small"
+        assert server.worker() == worker
+
+
 def test_a_frozen_worker_is_replaced(source: Path, mountpoint: Path) -> None:
     _require_resend()
     if not freezers():

@@ -19,6 +19,7 @@ def _worker(heartbeat: Heartbeat) -> Iterator[tuple[int, int]]:
     stop, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
+        heartbeat.start_answering()
         heartbeat.answer_until(stop)
         signal.pause()
         os._exit(0)
