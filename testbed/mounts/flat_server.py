@@ -96,7 +96,7 @@ def main() -> None:
         order = Path(source, "stop-once")
         if order.exists():
             order.unlink()
-            Heartbeat.answer_until = _answer_stopped  # type: ignore[method-assign]
+            Heartbeat.answer_until = _answer_stopped  # type: ignore[method-assign, assignment]
         return CrashingDirectory(Path(source), OpenMode(mode))
 
     if how.startswith("supervise"):
