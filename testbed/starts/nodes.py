@@ -19,7 +19,6 @@ from testbed.network import run_network_command
 from testbed.waiting import polling
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_PERIOD_US = 100_000
 _SETNS_NET = 0x40000000
 # Burst of a line, and time that its packets may queue.
 _BURST, _QUEUE = "64kb", "400ms"
@@ -62,11 +61,6 @@ class NamespaceNode:
                 if not folder.exists():
                     break
         subprocess.run(["ip", "netns", "del", self._netns], capture_output=True, check=False)
-
-    def limit_processor(self, share: float) -> None:
-        """Limit the node to a share of one processor."""
-        quota = int(share * _PERIOD_US)
-        self._write("cpu", "cpu.cfs_quota_us", str(quota), "cpu.max", f"{quota} {_PERIOD_US}")
 
     def prefer(self) -> None:
         """Let other programs of this machine disturb the node hardly."""
