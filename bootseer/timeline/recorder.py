@@ -52,12 +52,12 @@ _APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 class Span:
     """A stage that has begun; a context manager. Threads may hold different spans at once."""
 
-    def __init__(self, timeline: "Timeline | None", stage: Stage, earlier_ns: int = 0) -> None:
-        """Begin the stage `earlier_ns` before now."""
+    def __init__(self, timeline: "Timeline | None", stage: Stage, started_ns: int) -> None:
+        """Begin the stage at `started_ns` of the monotonic clock."""
         self._timeline = timeline
         self._stage = stage
         self._attributes: dict[str, Value] = dict(stage.attributes)
-        self._started_ns = time.monotonic_ns() - earlier_ns
+        self._started_ns = started_ns
         self.figures = sample() if timeline is not None else {}
         """Kernel counters at the begin; after `end`, those at the end."""
         self._ended = False
@@ -156,10 +156,12 @@ class Timeline:
         """Begin a stage now, or at `since_ns` (ns since 1970)."""
         now_ns = time.time_ns()
         earlier_ns = max(0, now_ns - (since_ns or now_ns))
-        begun = {**(attributes or {}), MONOTONIC: time.monotonic_ns() - earlier_ns}
+        # Before the begin is written, which takes a busy machine a tenth of a second at times.
+        started_ns = time.monotonic_ns() - earlier_ns
+        begun = {**(attributes or {}), MONOTONIC: started_ns}
         stage = self._stage(name, now_ns - earlier_ns, begun)
         self.append(encode_start(stage))
-        return Span(self, stage, earlier_ns)
+        return Span(self, stage, started_ns)
 
     def note(
         self,
@@ -300,7 +302,7 @@ def stage(name: str, attributes: Mapping[str, Value] | None = None) -> Span:
     """
     timeline = current()
     if timeline is None:
-        return Span(None, Stage(name, "0" * 32, "0" * 16, "", 0, None))
+        return Span(None, Stage(name, "0" * 32, "0" * 16, "", 0, None), time.monotonic_ns())
     return timeline.span(name, attributes)
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import bootseer
 from bootseer.report.decoding import decode
 from bootseer.timeline import Timeline, otlp
+from testbed.waiting import pause
 
 
 def _start(directory: Path) -> Timeline:
@@ -44,6 +45,26 @@ def test_a_failed_stage_says_why(tmp_path: Path) -> None:
     (stage,) = decode(timeline.path.read_bytes())
     assert stage.failed
     assert stage.message == "OSError: gone"
+
+
+def test_a_stage_that_was_written_slowly_ends_after_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the time to write a begin was missing at the end of the stage."""
+    timeline = _start(tmp_path)
+
+    def append_slowly(line: bytes) -> None:
+        Timeline.append(timeline, line)
+        pause(0.05)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(timeline, "append", append_slowly)
+        whole = timeline.span("image")
+    with timeline.span("start container"):
+        pass
+    whole.end()
+    ends = {stage.name: stage.end_ns or 0 for stage in decode(timeline.path.read_bytes())}
+    assert ends["image"] > ends["start container"]
 
 
 def test_nodes_agree_on_the_trace_without_talking(tmp_path: Path) -> None:
