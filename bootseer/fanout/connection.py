@@ -65,6 +65,8 @@ class Clock:
 
     def _tick(self) -> None:
         for look in tuple(self._looks):
+            if look not in self._looks:
+                continue  # An earlier one has removed it.
             try:
                 look()
             except Exception:

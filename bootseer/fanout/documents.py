@@ -206,7 +206,7 @@ class Documents:
             content_digest(key) != request.name
             or not key.isascii()
             or not key.startswith(_PREFIXES)
-            or len(self._documents) >= _DOCUMENTS_MAX
+            or (key.decode() not in self._documents and len(self._documents) >= _DOCUMENTS_MAX)
         ):
             raise CorruptError("a request for a document that nobody needs, or for too many")
         copy = self._document(key.decode()).copies[request.tree]

@@ -141,6 +141,8 @@ class _Share:
         self.origin: Origin | None = None
         self.in_flight = _STORE_IN_FLIGHT
         self.chunks: ChunkList | None = None
+        self.encoded_list = memoryview(b"")
+        """List of chunks as all streams send it: up to 9 MiB."""
         self.has = bytearray()
         self.counts = [0] * TREE_COUNT
         """Chunks of each tree that are here, from the first one on."""
@@ -178,10 +180,17 @@ class _Share:
         chunks = self.chunks
         return chunks is not None and self.counts[tree] == chunks_of(tree, len(chunks.lengths))
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all chunks of both trees are here."""
+        return all(map(self.is_whole, range(TREE_COUNT)))
+
     def accept_list(self, data: bytes | memoryview) -> None:
         """Set the list of chunks. Raises: CorruptError if it does not match the object's name."""
         if self.chunks is None:
-            chunks = decode_list(bytes(data), self.name)
+            encoded = bytes(data)
+            chunks = decode_list(encoded, self.name)
+            self.encoded_list = memoryview(encoded)
             with self.lock:
                 self.has = bytearray(len(chunks.lengths))
                 self.chunks = chunks
@@ -228,6 +237,8 @@ class _Share:
             stream.pump()
         for watcher in tuple(self.watchers):
             watcher.tell()
+        if self.is_complete:
+            self._forget_memory()
 
     def take_buffer(self, index: int) -> _Buffer:
         """Return memory for a frame with this chunk, for `accept` or `release`.
@@ -244,13 +255,20 @@ class _Share:
 
     def release(self, buffer: _Buffer) -> None:
         """Use the memory for another chunk if no stream sends it."""
-        if not buffer.senders and buffer not in self.latest and not buffer.frame.readonly:
+        is_used = buffer.senders or buffer in self.latest or buffer.frame.readonly
+        if not is_used and self.error is None and not self.is_complete:
             self._spare.append(memoryview(buffer.frame.obj))
+
+    def _forget_memory(self) -> None:
+        """Free the memory of chunks when no chunk comes any more: nodes are fed from the file."""
+        self.latest = [None] * TREE_COUNT
+        self._spare.clear()
 
     def fail(self, error: BootseerError) -> None:
         """Fail the object: nothing more is written or sent."""
         with self.lock:
             self.error = self.error or error
+        self._forget_memory()
         self._tell()
 
     def _tell(self) -> None:
@@ -296,7 +314,7 @@ class _Watcher:
 
     def tell(self) -> None:
         """Report what is new; what the user does not take is reported at a later tick."""
-        state = tuple(self._share.counts), self._share.error is not None
+        state = self._state
         if state == self._last:
             return
         try:
@@ -314,8 +332,12 @@ class _Watcher:
         if now_s - self._told_s > _TELL_EVERY_S and share.any_moved_s > self._told_s:
             self._last = None
         self.tell()
-        if self._last is not None and all(map(share.is_whole, range(TREE_COUNT))):
+        if self._last == self._state and share.is_complete:
             self._clock.remove(self._look)
+
+    @property
+    def _state(self) -> tuple[tuple[int, ...], bool]:
+        return tuple(self._share.counts), self._share.error is not None
 
 
 class _Stream:
@@ -369,8 +391,8 @@ class _Stream:
         if share.error is not None or chunks is None:
             return False
         if self._needs_list:
-            self._needs_list, data = False, chunks.encode()
-            self._send_frame(protocol.LIST, len(data), memoryview(data))
+            self._needs_list, data = False, share.encoded_list
+            self._send_frame(protocol.LIST, len(data), data)
         elif self._count < share.counts[self._tree]:
             index = self._count * TREE_COUNT + self._tree
             self._count += 1
@@ -407,15 +429,33 @@ class _Stream:
 
     def _sent(self) -> None:
         self.sending_s = None
+        self._release()
+
+    def _release(self) -> None:
         if self._buffer is not None:
             self._buffer.senders -= 1
             self._share.release(self._buffer)
             self._buffer = None
 
+    def _leave_memory(self) -> None:
+        """Send the rest of a chunk from the file, if another chunk has come since.
+
+        Otherwise, each of many slow children holds the memory of another chunk.
+        """
+        buffer, chunks = self._buffer, self._share.chunks
+        if buffer is None or buffer in self._share.latest:
+            return
+        assert chunks is not None
+        self._length = len(self._left.pop())
+        self._offset = chunks.offsets[buffer.index + 1] - self._length
+        self._release()
+
     def _look(self) -> None:
         """Send a beat where nothing was sent; end the stream of a child that takes nothing."""
         now_s = time.monotonic()
         if self._left or self._length:
+            if now_s - self._begun_s > STUCK_S:
+                self._leave_memory()
             moved_s = max(self._begun_s, self._link.sent_s)
             if now_s - moved_s > _STALLED_S and not self._ended.done():
                 self._ended.set_exception(TimeoutError("a child takes nothing"))
@@ -622,6 +662,7 @@ class Exchange(Closing):
         self._fed: list[SourceRecord] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self.is_closed = False
+        self._closing = threading.Lock()
         self._pool = ThreadPoolExecutor(_STORE_THREADS, "fanout-store")
         self._listener = _listen(addresses[own][1]) if listener is None else listener
         self._listener.setblocking(False)
@@ -710,8 +751,7 @@ class Exchange(Closing):
         """Whether objects were joined and each is here as a whole, or has failed."""
         joined = self._joined()
         return bool(joined) and all(
-            share.error is not None or all(map(share.is_whole, range(TREE_COUNT)))
-            for share in joined
+            share.error is not None or share.is_complete for share in joined
         )
 
     @property
@@ -727,9 +767,7 @@ class Exchange(Closing):
 
         Raises: UnavailableError if closed.
         """
-        if self.is_closed:
-            raise UnavailableError("fan-out is closed")
-        return asyncio.run_coroutine_threadsafe(self._documents.get(key), self._loop)
+        return self._begin(self._documents.get(key))
 
     def put(self, name: bytes, index: int, data: bytes) -> None:
         """Add a chunk that a user has read from the store. Raises: CorruptError."""
@@ -741,10 +779,11 @@ class Exchange(Closing):
 
     def close(self) -> None:
         """Stop serving. Files stay. Idempotent."""
-        if self.is_closed:
-            return
-        self.is_closed = True
-        self._loop.call_soon_threadsafe(self._stop)
+        with self._closing:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            self._loop.call_soon_threadsafe(self._stop)
         self._thread.join()
         for share in self._shares.values():
             share.fail(UnavailableError("fan-out is closed"))
@@ -761,10 +800,9 @@ class Exchange(Closing):
             self._loop.run_forever()
             self._loop.remove_reader(self._listener)
             # Also what a task has begun: a task that is cancelled while it ends others leaves it.
-            while tasks := asyncio.all_tasks(self._loop):
-                for task in tasks:
-                    task.cancel()
-                self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            # The callbacks of the last tasks run, too: threads wait for them.
+            while self._loop.run_until_complete(self._cancel_tasks()):
+                pass
         finally:
             self._listener.close()
             for one in self._asked.values():
@@ -776,17 +814,32 @@ class Exchange(Closing):
                 sock.close()
             self._loop.close()
 
+    async def _cancel_tasks(self) -> bool:
+        """Cancel all tasks that there are, and wait for them; return whether there were any."""
+        await asyncio.sleep(0)
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks) if tasks else await asyncio.sleep(0)
+        return bool(tasks)
+
     def _stop(self) -> None:
         self._loop.stop()
 
     def _call(self, what: Coroutine[Any, Any, None]) -> None:
-        if self.is_closed:
-            what.close()
-            raise UnavailableError("fan-out is closed")
         try:
-            asyncio.run_coroutine_threadsafe(what, self._loop).result()
+            self._begin(what).result()
         except CancelledError:
             raise UnavailableError("fan-out is closed") from None
+
+    def _begin(self, what: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Begin a task in the loop, which `close` cancels. Raises: UnavailableError if closed."""
+        # Under the lock, so that the loop does not stop before it has taken the task.
+        with self._closing:
+            if self.is_closed:
+                what.close()
+                raise UnavailableError("fan-out is closed")
+            return asyncio.run_coroutine_threadsafe(what, self._loop)
 
     def spawn(self, what: Coroutine[Any, Any, _T]) -> "asyncio.Task[_T]":
         """Begin a task that is cancelled when this object is closed. In the loop's thread."""
@@ -901,13 +954,13 @@ class Exchange(Closing):
         link = await self._link(step.source, SILENCE_S)
         try:
             await link.send(request.encode(), SILENCE_S)
-            frames = self._frames(share, tree, count, fed)
+            frames = self._frames(share, tree, count, fed, needs_list=needs_list)
             return await link.run(frames, SILENCE_S, self.clock)
         finally:
             link.close()
 
     def _frames(
-        self, share: _Share, tree: int, count: int, fed: SourceRecord
+        self, share: _Share, tree: int, count: int, fed: SourceRecord, *, needs_list: bool
     ) -> Generator[Wanted, int, Reason]:
         """Take the frames of another node, from its chunk `count` on. Raises: CorruptError."""
         node, plan, nodes = fed.source, share.plans[tree], len(self._addresses)
@@ -932,8 +985,10 @@ class Exchange(Closing):
                 if node not in (plan.source, plan.helper):
                     return Reason.CIRCLE
                 if frame.kind == protocol.LIST:
-                    if is_flowing:
-                        raise CorruptError("a list of chunks behind a chunk")
+                    # Bytes of lists would pass for progress, if there were lists without end.
+                    if not needs_list or is_flowing:
+                        raise CorruptError("a list of chunks that was not asked for")
+                    needs_list = False
                     listed = memoryview(bytearray(frame.length))
                     yield listed, 0, frame.length, moved
                     share.accept_list(listed)
@@ -954,6 +1009,8 @@ class Exchange(Closing):
                     plan.count = share.counts[tree]
                     if count == plan.length:
                         return Reason.WHOLE
+                elif frame.kind != protocol.BEAT:
+                    raise CorruptError("a frame that does not belong to an object")
                 else:
                     # Bytes behind a beat are the beginning of the next frame.
                     have -= head_bytes
@@ -985,6 +1042,7 @@ class Exchange(Closing):
                     data = await run(self._pool, origin.chunk, index, *place)
                     moved(len(data))
                     self._accept_chunk(share, index, _Buffer(memoryview(data)))
+                    del data  # Not kept while the next chunk is awaited.
                     share.plans[tree].count = share.counts[tree]
 
             async with asyncio.TaskGroup() as group:

@@ -1,6 +1,7 @@
 """Nodes of a job on this machine, an object for them, and scripted members."""
 
 import contextlib
+import math
 import os
 import random
 import socket
@@ -52,15 +53,21 @@ class Content:
 class Gate:
     """Gate that lets reads of the store pass up to a chunk."""
 
-    def __init__(self, upto: int) -> None:
-        self._upto, self._opened = upto, threading.Event()
+    def __init__(self, upto: float) -> None:
+        self._upto, self._moved = upto, threading.Condition()
 
     def __call__(self, index: int) -> None:
-        if index >= self._upto:
-            self._opened.wait(30)
+        with self._moved:
+            self._moved.wait_for(lambda: index < self._upto, 30)
+
+    def let_pass(self, upto: float) -> None:
+        """Let all reads below this chunk pass."""
+        with self._moved:
+            self._upto = upto
+            self._moved.notify_all()
 
     def open(self) -> None:
-        self._opened.set()
+        self.let_pass(math.inf)
 
 
 def free_addresses(count: int) -> list[tuple[str, int]]:

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from bootseer.fanout import protocol
-from bootseer.fanout.protocol import ASK, CHUNK, FEED, LIST, Request, encode_frame, encode_offer
+from bootseer.fanout.protocol import (
+    ASK,
+    CHUNK,
+    DOCUMENT,
+    FEED,
+    LIST,
+    Request,
+    encode_frame,
+    encode_offer,
+)
 from bootseer.fanout.trees import Trees
 from testbed.waiting import pause, wait_for
 from tests.bootseer.fanout.nodes import (
@@ -92,7 +101,28 @@ def drip(sock: socket.socket, request: Request) -> None:
         pause(0.2)
 
 
-FEEDS = (wrong_chunks, another_list, huge_frame, wrong_length, noise, silence, drip)
+def endless_lists(sock: socket.socket, request: Request) -> None:
+    while True:
+        send(sock, LIST, CONTENT.list.encode())
+
+
+def documents(sock: socket.socket, request: Request) -> None:
+    while True:
+        send(sock, DOCUMENT, b"")
+        pause(0.1)
+
+
+FEEDS = (
+    wrong_chunks,
+    another_list,
+    huge_frame,
+    wrong_length,
+    noise,
+    silence,
+    drip,
+    endless_lists,
+    documents,
+)
 
 
 @pytest.mark.parametrize("feed", FEEDS, ids=lambda feed: feed.__name__)
