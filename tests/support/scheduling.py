@@ -2,7 +2,8 @@
 
 A worker takes a file at a time, or one test of a long file whose tests share no fixtures. The tests
 on HDFS are taken together, since a cluster is a JVM of half a GiB that uses as much processor time
-as its tests; so are the tests on Ceph's gateway, on moto and with torch. A test that breaks the
+as its tests; so are the tests on Ceph's gateway, on moto and with torch. Two workers share a
+server's tests, each with a server, if these would take half of the run. A test that breaks the
 cluster has one of its own.
 The longest unit begins first, by tests/durations.txt, so that no worker is left with it at the end.
 `make durations` writes that file anew.
@@ -19,6 +20,11 @@ from xdist.scheduler import LoadGroupScheduling
 SERVERS = ("hdfs", "rgw", "moto", "torch_host")
 """Servers that tests share, and so a worker: the names of their fixtures, and of a marker for tests
 that get the fixture by `getfixturevalue`."""
+_HALVED_FROM_S = 200.0
+"""Length of the tests on one server from which two workers share them, each with a server."""
+_HALF = "2"
+_GROUPS = {name: server for server in SERVERS for name in (server, server + _HALF)}
+"""Servers by the name of their units."""
 DURATIONS = Path(__file__).parents[1] / "durations.txt"
 """File with a line for each test: its seconds and its node id."""
 # More workers than cores, because the tests wait for most of their time: for a server's start, a
@@ -57,7 +63,7 @@ def durations_text(durations: Mapping[str, float]) -> str:
 
 def bare(node_id: str) -> str:
     """Return a test's node id without the name of its group."""
-    for group in (*SERVERS, _ALONE):
+    for group in (*_GROUPS, _ALONE):
         node_id = node_id.removesuffix(f"@{group}")
     return node_id
 
@@ -68,12 +74,13 @@ def arrange(items: list[pytest.Item], durations: Mapping[str, float]) -> None:
     for item in items:
         totals[_file_of(item.nodeid)] += durations.get(item.nodeid, _SHORT_S)
     shared = {_file_of(item.nodeid) for item in items if _shares(item)}
+    groups = _groups(items, durations)
     units = {}
     for item in items:
         file = _file_of(item.nodeid)
         if server := _server_of(item):
-            units[item] = server
-            item.add_marker(pytest.mark.xdist_group(server))
+            units[item] = groups[server, file]
+            item.add_marker(pytest.mark.xdist_group(units[item]))
         elif totals[file] >= _SPLIT_FROM_S and file not in shared:
             units[item] = item.nodeid
             item.add_marker(pytest.mark.xdist_group(_ALONE))
@@ -86,9 +93,31 @@ def arrange(items: list[pytest.Item], durations: Mapping[str, float]) -> None:
     items.sort(key=lambda item: -lengths[units[item]])
 
 
+def _groups(items: list[pytest.Item], durations: Mapping[str, float]) -> dict[tuple[str, str], str]:
+    """Return the unit of each server's tests of each file."""
+    lengths: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for item in items:
+        if server := _server_of(item):
+            lengths[server][_file_of(item.nodeid)] += durations.get(item.nodeid, _SHORT_S)
+    found = {}
+    for server, files in lengths.items():
+        halves = {server: 0.0}
+        if sum(files.values()) >= _HALVED_FROM_S:
+            halves[server + _HALF] = 0.0
+        for file in sorted(files, key=lambda one: -files[one]):
+            group = min(halves, key=lambda one: halves[one])
+            halves[group] += files[file]
+            found[server, file] = group
+    return found
+
+
 def _server_of(item: pytest.Item) -> str:
     used = getattr(item, "fixturenames", ())
     return next((name for name in SERVERS if name in used or item.get_closest_marker(name)), "")
+
+
+def _group_of(node_id: str) -> str:
+    return node_id.rpartition("@")[2]
 
 
 def _file_of(node_id: str) -> str:
@@ -114,7 +143,7 @@ def check_groups(items: list[pytest.Item]) -> None:
     """
     for item in items:
         server = _server_of(item)
-        if server and not item.nodeid.endswith(f"@{server}"):
+        if server and _GROUPS.get(_group_of(item.nodeid)) != server:
             raise pytest.UsageError("this pytest-xdist does not group tests with this pytest")
 
 
@@ -122,7 +151,7 @@ class Scheduling(LoadGroupScheduling):  # type: ignore[misc]
     """Scheduling by file, except for single tests and for tests that share a server."""
 
     def _split_scope(self, nodeid: str) -> str:
-        for server in SERVERS:
-            if nodeid.endswith(f"@{server}"):
-                return server
+        group = _group_of(nodeid)
+        if group in _GROUPS:
+            return group
         return nodeid if nodeid.endswith(f"@{_ALONE}") else _file_of(nodeid)
