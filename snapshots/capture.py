@@ -214,26 +214,15 @@ _OPEN_LOOK_S = 0.3
 NAMES_MAX = 200_000
 # Likely places first, since the search may reach its bounds.
 _SYSTEM = (
-    "/usr/local",
-    "/etc",
-    "/opt",
-    "/usr/bin",
-    "/usr/sbin",
-    "/var/lib/dpkg",
-    "/var/lib/rpm",
-    "/usr/lib",
-    "/usr/share",
+    *("/usr/local", "/etc", "/opt", "/usr/bin", "/usr/sbin"),
+    *("/var/lib/dpkg", "/var/lib/rpm", "/usr/lib", "/usr/share"),
 )
 _HOME = (".local", ".config", ".conda", "bin")
 # Caches and logs, which no job misses.
 _IGNORED_NAMES = {"__pycache__", ".cache", ".git", "log", "logs"}
 _CACHE_VARIABLES = (
-    "PIP_CACHE_DIR",
-    "UV_CACHE_DIR",
-    "XDG_CACHE_HOME",
-    "CONDA_PKGS_DIRS",
-    "POETRY_CACHE_DIR",
-    "PDM_CACHE_DIR",
+    *("PIP_CACHE_DIR", "UV_CACHE_DIR", "XDG_CACHE_HOME", "CONDA_PKGS_DIRS"),
+    *("POETRY_CACHE_DIR", "PDM_CACHE_DIR"),
 )
 _IGNORED_PATHS = ("/etc/mtab", "/etc/ld.so.cache", "/usr/share/man", "/usr/share/doc")
 

@@ -11,7 +11,7 @@ make environments (pip, uv, conda, poetry, pdm, venv).
 
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, product
 from typing import Any
 
@@ -115,50 +115,41 @@ def _joined(directory: str, path: str) -> str:
     return scheme + posixpath.join(directory, relative)
 
 
-def moved_to(hints: Hints, directory: str) -> Hints:
-    """Return the hints of a command that runs in `directory`.
+# Hints that are paths: in the directory of the command; and, since "cd" may have been meant for
+# another command, perhaps where they were before.
+_MOVED = ("environment_dirs", "install_dirs", "lock_files", "spec_files")
+_PERHAPS_MOVED = (
+    *("files", "link_dirs", "requirement_files", "indexed_files", "scripts", "words"),
+    *("folders", "tested"),
+)
+# Hints about files that are inputs unless the command makes them.
+_READ = ("files", "words", "scripts", "programs", "requirement_files", "indexed_files")
 
-    As "cd" may have been meant for another command, files may also lie where they did before.
-    """
+
+def moved_to(hints: Hints, directory: str) -> Hints:
+    """Return the hints of a command that runs in `directory`."""
     if not directory:
         return hints
 
-    def moved(paths: Sequence[str]) -> tuple[str, ...]:
+    def moved(name: str) -> tuple[str, ...]:
         return tuple(
             path if ":/" in path and not path.startswith("file://.") else _joined(directory, path)
-            for path in paths
+            for path in getattr(hints, name)
         )
 
-    def both(paths: Sequence[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*paths, *moved(paths))))
+    def called(words: Sequence[str]) -> tuple[str, ...]:
+        return tuple(posixpath.join(directory, word) if "/" in word else word for word in words)
 
+    paths = {name: moved(name) for name in _MOVED}
+    for name in _PERHAPS_MOVED:
+        paths[name] = tuple(dict.fromkeys((*getattr(hints, name), *moved(name))))
     return replace(
         hints,
-        python_words=tuple(
-            posixpath.join(directory, word) if "/" in word else word for word in hints.python_words
-        ),
-        environment_dirs=moved(hints.environment_dirs),
-        install_dirs=moved(hints.install_dirs),
+        python_words=called(hints.python_words),
         projects=tuple((tool, posixpath.join(directory, path)) for tool, path in hints.projects),
-        files=both(hints.files),
-        link_dirs=both(hints.link_dirs),
-        requirement_files=both(hints.requirement_files),
-        indexed_files=both(hints.indexed_files),
-        scripts=both(hints.scripts),
-        words=both(hints.words),
-        folders=both(hints.folders),
-        tested=both(hints.tested),
-        programs=tuple(
-            dict.fromkeys(
-                (
-                    *hints.programs,
-                    *(posixpath.join(directory, one) for one in hints.programs if "/" in one),
-                )
-            )
-        ),
-        directories=(directory, *moved(hints.directories)) if hints.runs_files else (),
-        lock_files=moved(hints.lock_files),
-        spec_files=moved(hints.spec_files),
+        programs=tuple(dict.fromkeys((*hints.programs, *called(hints.programs)))),
+        directories=(directory, *moved("directories")) if hints.runs_files else (),
+        **paths,
     )
 
 
@@ -434,31 +425,17 @@ class _Reader:
     def _note(self, hints: Hints) -> None:
         """Add hints; paths that the script itself has made are no inputs."""
         directory = self._directory
-        made = self._state.made
+        named = {*hints.files, *hints.words, *hints.scripts, *hints.programs}
+        made = {name for name in named if _place(directory, name) in self._state.made}
         if made:
-            is_made = {
-                name
-                for name in (*hints.files, *hints.words, *hints.scripts, *hints.programs)
-                if _place(directory, name) in made
-            }
-            if is_made:
-                known = {
-                    *hints.requirement_files,
-                    *hints.scripts,
-                    *hints.programs,
-                    *hints.spec_files,
-                }
-                hints = replace(
-                    hints,
-                    files=_without(hints.files, is_made),
-                    words=_without(hints.words, is_made),
-                    scripts=_without(hints.scripts, is_made),
-                    programs=_without(hints.programs, is_made),
-                    requirement_files=_without(hints.requirement_files, is_made),
-                    indexed_files=_without(hints.indexed_files, is_made),
-                    folders=tuple(one for one in hints.files if one in is_made),
-                    opaque=(*hints.opaque, *sorted(known & is_made)),
-                )
+            lists = {*hints.requirement_files, *hints.spec_files}
+            opaque = made & {*lists, *hints.scripts, *hints.programs}
+            hints = replace(
+                hints,
+                folders=tuple(one for one in hints.files if one in made),
+                opaque=(*hints.opaque, *sorted(opaque)),
+                **{name: _without(getattr(hints, name), made) for name in _READ},
+            )
         hints = moved_to(hints, directory)
         for folder in self._folders:
             hints = moved_to(hints, folder)
@@ -871,14 +848,7 @@ _LOCK_FILE = re.compile(
 )
 
 
-class _Words(Struct, frozen=True):
-    """Words of a command: those that are no options, and options as (option, value)."""
-
-    plain: tuple[str, ...]
-    values: tuple[tuple[str, str], ...]
-
-
-def _option_values(words: Sequence[str], options: set[str]) -> list[str]:
+def _option_values(words: Sequence[str], options: Set[str]) -> list[str]:
     """Return the values of `options`, given as "-r x", "-rx" or "--requirement=x"."""
     values = []
     for i, word in enumerate(words):
@@ -894,7 +864,7 @@ def _option_values(words: Sequence[str], options: set[str]) -> list[str]:
     return values
 
 
-def _positional(words: Sequence[str], value_options: set[str]) -> list[str]:
+def _positional(words: Sequence[str], value_options: Set[str]) -> list[str]:
     """Return the words that are neither options nor values of `value_options`."""
     found = []
     skip = False
@@ -1097,67 +1067,27 @@ def _hints_of_sed(words: Sequence[str]) -> Hints | None:
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
 _PIP = re.compile(r"pip(\d+(\.\d+)?)?")
 # Options of pip, uv, conda and others whose value is a file that decides what is installed.
-_FILE_OPTIONS = {
-    "-r",
-    "--requirement",
-    "--requirements",
-    "-c",
-    "--constraint",
-    "--constraints",
-    "--build-constraint",
-    "--override",
-    "-f",
-    "--file",
-    "-e",
-    "--editable",
-}
+_FILE_OPTIONS = _set("""
+    -r --requirement --requirements -c --constraint --constraints --build-constraint --override -f
+    --file -e --editable
+    """)
 _REQUIREMENT_OPTIONS = {"-r", "--requirement", "--requirements"}
 _LINKS_OPTIONS = {"-f", "--find-links"}
 # Options of `pip install` whose value is no requirement.
-_PIP_VALUE_OPTIONS = {
-    "-i",
-    "--index-url",
-    "--extra-index-url",
-    "--cache-dir",
-    "--log",
-    "--python",
-    "-p",
-    "--root",
-    "--src",
-    "--platform",
-    "--python-version",
-    "--implementation",
-    "--abi",
-    "--timeout",
-    "--retries",
-    "--proxy",
-    "--trusted-host",
-    "--cert",
-    "--report",
-    "--no-binary",
-    "--only-binary",
-    "--progress-bar",
-    "--upgrade-strategy",
-    "--config-settings",
-    "-C",
-    "--target",
-    "-t",
-    "--prefix",
-    "--find-links",
-    "--group",
-}
+_PIP_VALUE_OPTIONS = _set("""
+    -i --index-url --extra-index-url --cache-dir --log --python -p --root --src --platform
+    --python-version --implementation --abi --timeout --retries --proxy --trusted-host --cert
+    --report --no-binary --only-binary --progress-bar --upgrade-strategy --config-settings -C
+    --target -t --prefix --find-links --group
+    """)
 # Options of `venv` and `virtualenv` that take a value.
 _VENV_VALUE_OPTIONS = {"--prompt", "-p", "--python", "--upgrade-deps", "--app-data", "--seeder"}
 # Options of uv and pip that name an interpreter, or its environment.
 _PYTHON_OPTIONS = {"-p", "--python"}
 # Variables of pip and uv with lists of files, separated by blanks.
 FILE_VARIABLES = (
-    "PIP_REQUIREMENT",
-    "PIP_CONSTRAINT",
-    "PIP_BUILD_CONSTRAINT",
-    "UV_CONSTRAINT",
-    "UV_BUILD_CONSTRAINT",
-    "UV_OVERRIDE",
+    *("PIP_REQUIREMENT", "PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"),
+    *("UV_CONSTRAINT", "UV_BUILD_CONSTRAINT", "UV_OVERRIDE"),
 )
 # Tool -> lock file, commands that fill the project's environment, options that name the project.
 _PROJECT_TOOLS = {
