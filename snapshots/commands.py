@@ -444,20 +444,17 @@ class _Reader:
     def run(self, words: list[str], event: Simple) -> None:
         """Add the hints of one command, without the wrappers in front of it."""
         outer = _unwrapped(words)
-        program_words = list(outer.words)
         for text in outer.assignments:
             self._assign(text)
-        self._note(Hints(words=_named_words(outer.own_words), opaque=outer.opaque))
+        self._note(Hints(words=_named_words(outer.own_words), opaque=tuple(outer.opaque)))
         self._folders += outer.directories
         if any(COMPUTED in one for one in outer.directories):
             self.opaque("a directory that the shell computes")
-        if program_words:
-            self._command(program_words, event, is_wrapped=program_words != words)
+        if outer.words:
+            self._command(outer.words, event, is_wrapped=outer.words != words)
         if outer.directories:
             del self._folders[-len(outer.directories) :]
-        if outer.written:
-            for path in outer.written:
-                self._state.made.add(_place(self._directory, path))
+        self._state.made.update(_place(self._directory, path) for path in outer.written)
 
     def _command(self, words: list[str], event: Simple, *, is_wrapped: bool) -> None:
         program = base_name(words[0])
@@ -545,7 +542,7 @@ def _hints_of_simple(words: Sequence[str], *, shows: bool) -> Hints:
         if shell.file and COMPUTED not in shell.file and not shell.file.startswith(_STREAMS):
             return Hints(files=(shell.file,), scripts=(shell.file,), words=named)
         return Hints(opaque=(program,), words=named)
-    if _PYTHON.fullmatch(program):
+    if PYTHON.fullmatch(program):
         return _hints_of_python(program, words)
     hints = _hints_of_packages(program, words)
     if hints is None:
@@ -634,33 +631,33 @@ def _module(words: Sequence[str]) -> tuple[str, list[str]] | None:
 _BUILTINS = {"builtin", "nohup", "unbuffer", "catatonit", "command", "exec"}
 
 
-class _Wrapper(Struct, frozen=True):
+class Wrapper(Struct, frozen=True):
     """Known options of a wrapper, without options that run another program."""
 
     values: frozenset[str] = frozenset()
     """Options that take a value."""
     flags: frozenset[str] = frozenset()
     own_count: int = 0
-    """Number of the wrapper's own words before the command."""
+    """Number of the wrapper's own words before the command, which may be files that it writes."""
     written: frozenset[str] = frozenset()
-    """Options whose value names a file that is written; "" stands for the wrapper's own words."""
+    """Options whose value names a file that is written."""
     directories: frozenset[str] = frozenset()
     """Options whose value is the directory in which the command runs."""
 
 
 def _wrapper(
     values: str = "", flags: str = "", own: int = 0, written: str = "", directories: str = ""
-) -> _Wrapper:
-    return _Wrapper(
+) -> Wrapper:
+    return Wrapper(
         frozenset((*values.split(), *written.split(), *directories.split())),
         frozenset(flags.split()),
         own,
-        frozenset((*written.split(), *([""] if own else []))),
+        frozenset(written.split()),
         frozenset(directories.split()),
     )
 
 
-_WRAPPERS = {
+WRAPPERS = {
     **dict.fromkeys(_BUILTINS - {"exec", "unbuffer"}, _wrapper(flags="-p")),
     "unbuffer": _wrapper(flags="-p"),
     "exec": _wrapper("-a", "-c -l"),
@@ -712,68 +709,59 @@ _WRAPPERS = {
 }
 
 
-class _Unwrapped(Struct, frozen=True):
+class _Unwrapped(Struct):
     """Command without the wrappers in front of it."""
 
-    words: tuple[str, ...]
-    assignments: tuple[str, ...] = ()
+    words: list[str]
+    assignments: list[str] = []
     """Assignments of `env` and `sudo` for the command."""
-    own_words: tuple[str, ...] = ()
+    own_words: list[str] = []
     """Words of the wrappers that may name files to read."""
-    written: tuple[str, ...] = ()
+    written: list[str] = []
     """Files that the wrappers write."""
-    directories: tuple[str, ...] = ()
+    directories: list[str] = []
     """Directories that the wrappers enter, in order."""
-    opaque: tuple[str, ...] = ()
+    opaque: list[str] = []
     """Wrappers that were not understood."""
 
 
 def _unwrapped(words: Sequence[str]) -> _Unwrapped:
     """Return the command behind `sudo`, `timeout` and their like."""
-    rest = list(words)
-    assignments: list[str] = []
-    own: list[str] = []
-    written: list[str] = []
-    directories: list[str] = []
-    opaque: list[str] = []
+    found = _Unwrapped(list(words))
+    rest = found.words
     while rest:
         name = base_name(rest[0])
-        wrapper = _WRAPPERS.get(name)
+        wrapper = WRAPPERS.get(name)
         if wrapper is None or (name == "command" and rest[1:2] in (["-v"], ["-V"])):
             break
         if name == "xargs":
-            opaque.append(name)  # a program that turns its input into words
-        rest = rest[1:]
+            found.opaque.append(name)  # a program that turns its input into words
+        del rest[0]
         while rest and rest[0].startswith("-"):
-            option, rest = rest[0], rest[1:]
+            option = rest.pop(0)
             if option == "--":
                 break
             name_of_option, value = _option(option, wrapper)
             if name_of_option is None:
-                opaque.append(f"{name} {option.partition('=')[0]}")
-                own.append(option)
+                found.opaque.append(f"{name} {option.partition('=')[0]}")
+                found.own_words.append(option)
             elif name_of_option in wrapper.values:
                 if value is None:
-                    value, rest = (rest[0], rest[1:]) if rest else ("", rest)
+                    value = rest.pop(0) if rest else ""
                 if name_of_option in wrapper.directories:
-                    directories.append(value)
+                    found.directories.append(value)
+                elif name_of_option in wrapper.written:
+                    found.written.append(value)
                 else:
-                    (written if name_of_option in wrapper.written else own).append(value)
-        written += rest[: wrapper.own_count]
-        rest = rest[wrapper.own_count :]
+                    found.own_words.append(value)
+        found.written += rest[: wrapper.own_count]
+        del rest[: wrapper.own_count]
         while name in ("env", "sudo", "doas") and rest and ASSIGNMENT.match(rest[0]):
-            assignments.append(rest.pop(0))
-    return _Unwrapped(
-        tuple(rest),
-        tuple(assignments),
-        tuple(own),
-        tuple(written),
-        tuple(directories),
-        tuple(opaque),
-    )
+            found.assignments.append(rest.pop(0))
+    return found
 
 
-def _option(word: str, wrapper: _Wrapper) -> tuple[str | None, str | None]:
+def _option(word: str, wrapper: Wrapper) -> tuple[str | None, str | None]:
     """Return (option, value in the same word); (None, None) for an unknown option."""
     if word.startswith("--"):
         name, equals, value = word.partition("=")
@@ -1064,8 +1052,8 @@ def _hints_of_sed(words: Sequence[str]) -> Hints | None:
     return Hints(words=tuple(plain))
 
 
-_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
-_PIP = re.compile(r"pip(\d+(\.\d+)?)?")
+PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
+PIP = re.compile(r"pip(\d+(\.\d+)?)?")
 # Options of pip, uv, conda and others whose value is a file that decides what is installed.
 _FILE_OPTIONS = _set("""
     -r --requirement --requirements -c --constraint --constraints --build-constraint --override -f
@@ -1149,7 +1137,7 @@ def _hints_of_project(tool: str, words: list[str]) -> Hints | None:
 
 def _is_package_tool(tool: str) -> bool:
     """Return whether `_hints_of_package_tool` knows a tool."""
-    return bool(_PIP.fullmatch(tool)) or tool in _TOOLS
+    return bool(PIP.fullmatch(tool)) or tool in _TOOLS
 
 
 def _hints_of_package_tool(tool: str, program: str, words: list[str]) -> Hints:
@@ -1173,7 +1161,7 @@ def _hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
         directories = _positional(words, _VENV_VALUE_OPTIONS)
         interpreter = _option_values(words, {"-p", "--python"}) if tool == "virtualenv" else []
         return Hints((interpreter[0] if interpreter else program,), tuple(directories))
-    if _PIP.fullmatch(tool):
+    if PIP.fullmatch(tool):
         if not {"install", "sync", "uninstall"}.intersection(words):
             verb = (_positional(words, _PIP_VALUE_OPTIONS) or [""])[0]
             is_closed = not verb or verb in _PIP_READS_NOTHING
@@ -1195,7 +1183,7 @@ def _hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
         places = _option_values(words, {"-t", "--target", "--prefix"})
         environments = []
         for python in _option_values(words, _PYTHON_OPTIONS):
-            if _PYTHON.fullmatch(base_name(python)):
+            if PYTHON.fullmatch(base_name(python)):
                 program = python
             elif "/" in python:
                 environments.append(python)

@@ -4,7 +4,7 @@ Everybody who reads the store reads its manifests. So no rule here says what a s
 word is shown only if this module knows it. Shown are
 
 - operators and keywords of the shell, redirections and the files behind them;
-- programs of `_PROGRAMS`, and programs that are called by a path;
+- programs of `_PROGRAMS`, wrappers such as `sudo`, and programs that are called by a path;
 - names of the options of `_OPTION_NAMES` and of the tools in `_TOOLS`, and single letters;
 - sub-commands, requirements, plain paths, versions and URLs behind the tools of `_TOOLS` (pip, uv,
   conda, apt-get, npm, git, mkdir, ...), where that sub-command and option take such words;
@@ -22,6 +22,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from bootseer.base.redact import HIDDEN, contains_secret, contains_token, strip_logins
+from bootseer.snapshots.commands import PIP, PYTHON, WRAPPERS, Wrapper
+from bootseer.snapshots.shell import SHELLS
 
 
 def _set(text: str) -> frozenset[str]:
@@ -184,9 +186,6 @@ _VERBS_ALONE = {
     "rclone": "copy sync config",
 }
 _PYTHON_FLAGS = _set("-I -E -s -S -u -B -O -OO -b -bb -q -v -V --version -P -i")
-_SHELLS = _set("sh bash dash zsh ash ksh")
-_PYTHON = re.compile(r"(?:python|pypy)(?:\d+(?:\.\d+)?t?)?")
-_PIP_NAME = re.compile(r"pip(?:\d+(?:\.\d+)?)?")
 _TOOLS: dict[str, _Tool] = {
     "pip": _PIP,
     "pip-sync": _PIP._replace(takes=frozenset({""})),
@@ -214,7 +213,7 @@ _TOOLS: dict[str, _Tool] = {
 }
 _PROGRAMS = (
     frozenset(_TOOLS)
-    | _SHELLS
+    | SHELLS
     | _set(
         "perl ruby node Rscript julia "
         "set unset export declare local readonly typeset trap true false : echo printf read eval "
@@ -258,19 +257,6 @@ _OPTION_NAMES = (
 _CLUSTERS = re.compile(r"-(?:f?sSf?L|fsSL|sSL|sL|fsS|qO|qO-|nv|rn|bn|nb|n|y|it|ti|yq|yqq)")
 _SHELL_FLAGS = re.compile(r"[-+][abefhilmnpruvxBCEHPT]*")
 _KEYWORDS = _set("if then else elif fi do done while until esac { } ! time")
-# Wrappers: options that take a value, and the number of their own words before the command.
-_WRAPPERS: dict[str, tuple[frozenset[str], int]] = {
-    **dict.fromkeys(("nohup", "command", "builtin", "setsid", "time"), (frozenset(), 0)),
-    "exec": (_set("-a"), 0),
-    "env": (_set("-u -C -S --unset --chdir --split-string"), 0),
-    "sudo": (_set("-u -g -h -p -C -T -R -D -U -r -t --user --group --prompt"), 0),
-    "nice": (_set("-n --adjustment"), 0),
-    "ionice": (_set("-c -n"), 0),
-    "stdbuf": (_set("-i -o -e"), 0),
-    "timeout": (_set("-k -s --kill-after --signal"), 1),
-    "flock": (_set("-w -E"), 1),
-    "xargs": (_set("-n -I -P -L -d -a -E -s"), 0),
-}
 _SETS = _set("export declare local readonly typeset unset read")
 # Variables whose values are no secrets; those of pip, uv and conda for an index are URLs.
 _PLAIN_VARIABLES = re.compile(
@@ -339,14 +325,14 @@ def shown_command(
         return [shown], hidden
     texts = [_Text(word) for word in words]
     whole = [_Word(text, 0, len(text.text), text.text) for text in texts]
-    _Reader(known).command(whole, _DEPTH_MAX, is_called=True)
+    _Reader(known).command(whole, is_called=True)
     return [text.shown() for text in texts], tuple(one for text in texts for one in text.hidden())
 
 
 def shown_script(text: str, known: Collection[str] = ()) -> tuple[str, tuple[str, ...]]:
     """Return the text of a script as it may be shown, and the hidden texts in order."""
     whole = _Text(text)
-    _Reader(known).script(whole, 0, len(text), _DEPTH_MAX)
+    _Reader(known).script(whole, 0, len(text))
     return whole.shown(), whole.hidden()
 
 
@@ -359,7 +345,7 @@ def shown_values(text: str, known: Collection[str] = ()) -> tuple[str, tuple[str
     whole = _Text(strip_logins(text))
     reader = _Reader(known)
     for match in re.finditer(r"[^\s,]+", whole.text):
-        reader.argument(whole, match.start(), match.end(), _DEPTH_MAX)
+        reader.argument(whole, match.start(), match.end())
     return whole.shown(), whole.hidden()
 
 
@@ -387,7 +373,7 @@ def hide_atoms(
 def is_known_program(word: str) -> bool:
     """Return whether `word` is a program that is shown wherever it is called."""
     name = word.rpartition("/")[2]
-    is_listed = name in _PROGRAMS or bool(_PYTHON.fullmatch(name) or _PIP_NAME.fullmatch(name))
+    is_listed = name in _PROGRAMS or bool(PYTHON.fullmatch(name) or PIP.fullmatch(name))
     return (is_listed and name == word) or (
         bool(_CALLED_PATH.fullmatch(word) or (is_listed and "/" in word)) and _is_path(word)
     )
@@ -452,12 +438,14 @@ class _Reader:
 
     def __init__(self, known: Collection[str]) -> None:
         self._known = known
+        self._depth = 0
 
-    def script(self, of: _Text, begin: int, end: int, depth: int) -> None:
+    def script(self, of: _Text, begin: int, end: int) -> None:
         """Read the script in a part of `of`."""
-        if depth == 0:
+        if self._depth == _DEPTH_MAX:
             of.hide(begin, end)
             return
+        self._depth += 1
         text = of.text
         words: list[_Word] = []
         heredocs: list[str] = []
@@ -476,7 +464,7 @@ class _Reader:
                 redirection, at = found[0].lstrip("0123456789"), found.end()
                 continue
             if operator := _OPERATOR.match(text, at, end):
-                self.command(words, depth)
+                self.command(words)
                 words, redirection, at = [], "", operator.end()
                 if operator[0] == "\n":
                     for ending in heredocs:
@@ -496,11 +484,12 @@ class _Reader:
                 if word.value not in _HEREDOC_ENDS:
                     of.hide(word.begin, word.end)
             elif redirection == "<<<":
-                self._other(word, depth)
+                self._other(word)
             else:
-                self.argument(of, word.begin, word.end, depth)
+                self.argument(of, word.begin, word.end)
             redirection = ""
-        self.command(words, depth)
+        self.command(words)
+        self._depth -= 1
 
     def _skip_heredoc(self, of: _Text, at: int, end: int, ending: str) -> int:
         """Hide the lines up to the line `ending`; return the position of that line."""
@@ -517,69 +506,66 @@ class _Reader:
         of.hide(begin, end)
         return end
 
-    def command(self, words: Sequence[_Word], depth: int, *, is_called: bool = False) -> None:
+    def command(self, words: Sequence[_Word], *, is_called: bool = False) -> None:
         """Read one simple command. `is_called`: the first word is certainly a program."""
         at = 0
         while at < len(words):
             value = words[at].value
-            if self._assign(words[at], depth) or value in _KEYWORDS:
+            if self._assign(words[at]) or value in _KEYWORDS:
                 at += 1
-            elif value in _WRAPPERS:
-                at = self._skip_wrapper(words, at + 1, depth, *_WRAPPERS[value])
+            elif value in WRAPPERS:
+                at = self._skip_wrapper(words, at + 1, WRAPPERS[value])
             else:
                 break
         if at >= len(words):
             return
-        self._program(words[at], depth, is_called=is_called and at == 0)
+        self._program(words[at], is_called=is_called and at == 0)
         name = (words[at].value or "").rpartition("/")[2]
         rest = words[at + 1 :]
-        if name in _SHELLS:
-            self._shell(rest, depth)
-        elif _PYTHON.fullmatch(name):
-            self._python(rest, depth)
+        if name in SHELLS:
+            self._shell(rest)
+        elif PYTHON.fullmatch(name):
+            self._python(rest)
         elif name == "set":
             for word in rest:
                 if word.value != "pipefail" and not _is_shell_flag(word):
-                    self._other(word, depth)
+                    self._other(word)
         elif name in _SETS:
             for word in rest:
                 is_named = _NAME.fullmatch(word.value or "") and not self._is_known(word.value)
-                if not (
-                    self._assign(word, depth) or (is_named and not _looks_random(word.value or ""))
-                ):
-                    self._option_or_other(word, _NOTHING, depth)
+                if not (self._assign(word) or (is_named and not _looks_random(word.value or ""))):
+                    self._option_or_other(word, _NOTHING)
         else:
-            self._tool("pip" if _PIP_NAME.fullmatch(name) else name, rest, depth)
+            self._tool("pip" if PIP.fullmatch(name) else name, rest)
 
-    def _program(self, word: _Word, depth: int, *, is_called: bool) -> None:
+    def _program(self, word: _Word, *, is_called: bool) -> None:
         value = word.value
         if value is not None and not self._is_known(value) and not _looks_random(value):
             if is_known_program(value) or value in ("]", "]]", "in"):
                 return
             if is_called and (_PLAIN_NAME.fullmatch(value) or _is_path(value)):
                 return
-        self._other(word, depth)
+        self._other(word)
 
-    def _skip_wrapper(
-        self, words: Sequence[_Word], at: int, depth: int, values: frozenset[str], own_count: int
-    ) -> int:
+    def _skip_wrapper(self, words: Sequence[_Word], at: int, wrapper: Wrapper) -> int:
+        own_count = wrapper.own_count
         while at < len(words):
             word = words[at]
             value = word.value or ""
             if value.startswith("-"):
-                self._option(word, _Tool(flags=values), depth)
-                if value in values and at + 1 < len(words):
+                self._option(word, _Tool(flags=wrapper.values))
+                if value in wrapper.values and at + 1 < len(words):
                     at += 1
-                    self._number_or_other(words[at], depth)
+                    self._number_or_other(words[at])
             elif own_count:
                 own_count -= 1
-                self._number_or_other(word, depth)
+                self._number_or_other(word)
             else:
                 break
             at += 1
         return at
 
-    def _assign(self, word: _Word, depth: int) -> bool:
+    def _assign(self, word: _Word) -> bool:
         """Read NAME=VALUE; False where it is none."""
         text = word.of.text
         match = _ASSIGNED.match(text, word.begin, word.end)
@@ -588,23 +574,23 @@ class _Reader:
         if _looks_random(match["name"]) or self._is_known(match["name"]):
             word.of.hide(word.begin, word.end)
         elif _PLAIN_VARIABLES.fullmatch(match["name"]):
-            self._listed(word.of, match.end(), word.end, depth)
+            self._listed(word.of, match.end(), word.end)
         elif text[match.end() : word.end].strip("'\"") not in _SWITCHES:
-            self._value(word.of, match.end(), word.end, depth)
+            self._value(word.of, match.end(), word.end)
         return True
 
-    def _listed(self, of: _Text, begin: int, end: int, depth: int) -> None:
+    def _listed(self, of: _Text, begin: int, end: int) -> None:
         """Read a value of paths or URLs with ":" or blanks between them."""
         inner_begin, inner_end = _inside(of.text, begin, end)
         value = of.text[inner_begin:inner_end]
         is_list = not re.search(r"://|[\\'\"`]|\$\(", value)
         if not is_list or not re.search(r"[: ,;]", value):
-            self.argument(of, begin, end, depth)
+            self.argument(of, begin, end)
             return
         for match in re.finditer(r"[^: ,;]+", value):
-            self.argument(of, inner_begin + match.start(), inner_begin + match.end(), depth)
+            self.argument(of, inner_begin + match.start(), inner_begin + match.end())
 
-    def _shell(self, words: Sequence[_Word], depth: int) -> None:
+    def _shell(self, words: Sequence[_Word]) -> None:
         at = 0
         is_script = False
         while at < len(words):
@@ -616,7 +602,7 @@ class _Reader:
             elif re.fullmatch(r"[-+][a-zA-Z]*[oO]", value) and at + 1 < len(words):
                 at += 1
                 if words[at].value not in ("pipefail", "errexit", "nounset", "xtrace"):
-                    self._other(words[at], depth)
+                    self._other(words[at])
             else:
                 break
             at += 1
@@ -628,15 +614,15 @@ class _Reader:
             begin, end = _inside(first.of.text, first.begin, first.end)
             is_whole = first.value is not None or first.of.text[first.begin : first.end][:1] == '"'
             if is_whole or (begin, end) != (first.begin, first.end):
-                self.script(first.of, begin, end, depth - 1)
+                self.script(first.of, begin, end)
             else:
                 first.of.hide(first.begin, first.end)
         else:
-            self._script_name(first, depth)
+            self._script_name(first)
         for word in rest[1:]:
-            self._option_or_other(word, _NOTHING, depth)
+            self._option_or_other(word, _NOTHING)
 
-    def _python(self, words: Sequence[_Word], depth: int) -> None:
+    def _python(self, words: Sequence[_Word]) -> None:
         for at, word in enumerate(words):
             if word.value in _PYTHON_FLAGS:
                 continue
@@ -646,23 +632,23 @@ class _Reader:
                 if not is_tool and (
                     not _MODULE.fullmatch(module) or _looks_random(module) or self._is_known(module)
                 ):
-                    self._other(words[at + 1], depth)
-                self._tool(module if is_tool else "", words[at + 2 :], depth)
+                    self._other(words[at + 1])
+                self._tool(module if is_tool else "", words[at + 2 :])
                 return
             if (word.value or "").startswith("-"):
-                self._tool("", words[at:], depth)
+                self._tool("", words[at:])
             else:
-                self._script_name(word, depth)
-                self._tool("", words[at + 1 :], depth)
+                self._script_name(word)
+                self._tool("", words[at + 1 :])
             return
 
-    def _script_name(self, word: _Word, depth: int) -> None:
+    def _script_name(self, word: _Word) -> None:
         if _SCRIPT_NAME.fullmatch(word.value or ""):
-            self.argument(word.of, word.begin, word.end, depth)
+            self.argument(word.of, word.begin, word.end)
         else:
-            self._option_or_other(word, _NOTHING, depth)
+            self._option_or_other(word, _NOTHING)
 
-    def _tool(self, name: str, words: Sequence[_Word], depth: int) -> None:
+    def _tool(self, name: str, words: Sequence[_Word]) -> None:
         tool = _TOOLS.get(name, _NOTHING)
         verbs: set[str] = set()
         is_value = is_shown_value = is_behind_verbs = False
@@ -670,33 +656,33 @@ class _Reader:
             raw = word.value if word.value is not None else word.of.text[word.begin : word.end]
             if is_shown_value:
                 is_shown_value = False
-                self.argument(word.of, word.begin, word.end, depth)
+                self.argument(word.of, word.begin, word.end)
             elif raw.startswith("-") and raw != "-":
-                is_shown_value, is_value = self._option(word, tool, depth)
+                is_shown_value, is_value = self._option(word, tool)
             elif is_value:
                 is_value = False
-                self._other(word, depth)
+                self._other(word)
             elif not is_behind_verbs and raw in tool.verbs:
                 verbs.add(raw)
             elif tool.runs & verbs:
-                self.command(words[at:], depth)
+                self.command(words[at:])
                 return
             else:
                 is_behind_verbs = True
                 if tool.takes & (verbs or {""}):
-                    self.argument(word.of, word.begin, word.end, depth)
+                    self.argument(word.of, word.begin, word.end)
                 elif "#" in tool.takes:
-                    self._number_or_other(word, depth)
+                    self._number_or_other(word)
                 elif raw not in ("]", "]]", "=", "==", "!=", "!", "-"):
-                    self._other(word, depth)
+                    self._other(word)
 
-    def _option_or_other(self, word: _Word, tool: _Tool, depth: int) -> None:
+    def _option_or_other(self, word: _Word, tool: _Tool) -> None:
         if (word.value or "").startswith("-"):
-            self._option(word, tool, depth)
+            self._option(word, tool)
         else:
-            self._other(word, depth)
+            self._other(word)
 
-    def _option(self, word: _Word, tool: _Tool, depth: int) -> tuple[bool, bool]:
+    def _option(self, word: _Word, tool: _Tool) -> tuple[bool, bool]:
         """Read an option; return two facts about the next word.
 
         They are whether it is the option's value and may be shown, and whether it may be the value
@@ -716,12 +702,12 @@ class _Reader:
             if name not in tool.flags | tool.values | _OPTION_NAMES:
                 of.hide(word.begin, word.end)
             elif equals and name in tool.values:
-                self.argument(of, begin + len(name) + 1, end, depth)
+                self.argument(of, begin + len(name) + 1, end)
             elif equals:
-                self._value(of, begin + len(name) + 1, end, depth)
+                self._value(of, begin + len(name) + 1, end)
             return False, not equals
         if raw[:2] in tool.values:
-            self.argument(of, begin + 2 + (raw[2:3] == "="), end, depth)
+            self.argument(of, begin + 2 + (raw[2:3] == "="), end)
             return False, False
         if all(f"-{letter}" in tool.flags for letter in raw[1:]) or _CLUSTERS.fullmatch(raw):
             return False, False
@@ -729,7 +715,7 @@ class _Reader:
             of.hide(word.begin, word.end)
         return False, True
 
-    def argument(self, of: _Text, begin: int, end: int, depth: int) -> None:
+    def argument(self, of: _Text, begin: int, end: int) -> None:
         """Show a requirement, path, number or URL; hide anything else."""
         begin, end = _inside(of.text, begin, end)
         value = _QUOTED_REFERENCE.sub(r"\1", of.text[begin:end])
@@ -750,16 +736,16 @@ class _Reader:
             )
         ):
             return
-        self._value(of, begin, end, depth)
+        self._value(of, begin, end)
 
-    def _number_or_other(self, word: _Word, depth: int) -> None:
+    def _number_or_other(self, word: _Word) -> None:
         if not re.fullmatch(r"-?\d{1,7}[smhd]?|unlimited", word.value or ""):
-            self._other(word, depth)
+            self._other(word)
 
-    def _other(self, word: _Word, depth: int) -> None:
-        self._value(word.of, word.begin, word.end, depth)
+    def _other(self, word: _Word) -> None:
+        self._value(word.of, word.begin, word.end)
 
-    def _value(self, of: _Text, begin: int, end: int, depth: int) -> None:
+    def _value(self, of: _Text, begin: int, end: int) -> None:
         """Show `$NAME`, URLs and the commands of `$(...)` without secrets; hide everything else."""
         outer = begin, end
         begin, end = _inside(of.text, begin, end)
@@ -767,9 +753,9 @@ class _Reader:
         if not value or _REFERENCES.fullmatch(value):
             return
         if value.startswith("$(") and _closed(of.text, begin + 2, end, ")") == end:
-            self.script(of, begin + 2, end - 1, depth - 1)
+            self.script(of, begin + 2, end - 1)
         elif value[0] == "`" and _closed(of.text, begin + 1, end, "`") == end:
-            self.script(of, begin + 1, end - 1, depth - 1)
+            self.script(of, begin + 1, end - 1)
         elif "://" in value and not self._is_known(strip_logins(value)):
             self._url(of, begin, end)
         else:
