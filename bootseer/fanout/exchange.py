@@ -1111,7 +1111,7 @@ class Exchange(Closing):
         if self._noted is None:
             return await connect(self._addresses[node], hello, self._key, limit_s)
         async with asyncio.timeout(limit_s):
-            address = await self._loop.run_in_executor(self._pool, self._noted.find, node)
+            address = await self._loop.run_in_executor(None, self._noted.find, node)
         try:
             return await connect(address, hello, self._key, limit_s)
         except (OSError, TimeoutError, CorruptError):

@@ -13,8 +13,11 @@ import pytest
 from bootseer.base.content_digest import content_digest
 from bootseer.errors import UnavailableError
 from bootseer.fanout import protocol
+from bootseer.fanout.addresses import NotedAddresses
 from bootseer.fanout.exchange import Exchange
 from bootseer.fanout.protocol import FEED, READ, Request
+from bootseer.fanout.trees import Trees
+from bootseer.store import open_store
 from testbed.waiting import wait_for
 from tests.bootseer.fanout.nodes import (
     KEY,
@@ -176,3 +179,70 @@ def test_a_known_document_is_passed_on_when_no_more_are_taken(job: FanoutJob) ->
             ask(sock, "hot/one-more")
     with introduce(job.addresses[0], 0) as sock:
         assert ask(sock, "hot/0") == b"\1data"
+
+
+def test_nodes_are_found_while_all_reads_of_the_store_are_slow(tmp_path: Path) -> None:
+    """Addresses in the store are looked up although every thread for chunks waits."""
+    trees = Trees(2)
+    slow, sound = trees.root(0), trees.root(1)
+    blocked, content, gate = Content(100, seed=2), Content(100), Gate(0)
+    waiting, counts = [], [0, 0]
+
+    def before(index: int) -> None:
+        waiting.append(index)
+        gate(index)
+
+    def told(have: tuple[int, ...], is_over: bool) -> bool:
+        counts[:] = have
+        return True
+
+    blocked.before = before
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(open_store((tmp_path / "store").as_uri()))
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+
+        def begin(node: int, host: str, listener: socket.socket) -> Exchange:
+            noted = NotedAddresses(store, ("job", "1", "0"), port)
+            noted.note(node, host, f"n{node}")
+            addresses = [("nowhere.invalid", 9)] * 2
+            return stack.enter_context(
+                Exchange(addresses, node, KEY, trees, listener=listener, noted=noted)
+            )
+
+        node = begin(slow, "127.0.0.1", listener)
+        stack.callback(gate.open)
+        node.join(blocked.name, tmp_path / "blocked", blocked, in_flight=40)
+        wait_for(lambda: len(waiting) == 32, "all threads")
+        other = begin(sound, "127.0.0.2", socket.create_server(("127.0.0.2", port)))
+        other.join(content.name, tmp_path / "other", content)
+        node.join(content.name, tmp_path / "object", content)
+        node.watch(content.name, told)
+        wait_for(lambda: counts[1] == 50, "the other tree", timeout_s=20)
+
+
+def test_strangers_that_stop_are_hung_up_on(job: FanoutJob) -> None:
+    """A connection without a proof has two seconds altogether, however often a byte comes."""
+    job.start(0)
+    hello = protocol.Hello(1, 0, bytes(32)).encode()
+    with contextlib.ExitStack() as stack:
+        socks = [
+            stack.enter_context(socket.create_connection(job.addresses[0], 10)) for _ in range(3)
+        ]
+        socks[1].sendall(hello)
+        take(socks[1], protocol.CHALLENGE_BYTES)
+        data = iter(hello)
+
+        def is_hung_up_on() -> bool:
+            with contextlib.suppress(ConnectionError):
+                socks[2].sendall(bytes([next(data, 0)]))
+            for sock in socks[:2]:
+                sock.settimeout(20)
+                with contextlib.suppress(ConnectionError):
+                    assert sock.recv(1) == b""
+            socks[2].settimeout(0.2)
+            with contextlib.suppress(ConnectionError):
+                return socks[2].recv(1) == b""
+            return True
+
+        wait_for(is_hung_up_on, "the end of a slow stranger", timeout_s=20)

@@ -42,12 +42,12 @@ def job(tmp_path: Path) -> Iterator[FanoutJob]:
         yield FanoutJob(stack, tmp_path, NODES)
 
 
-def lying(feed: Callable[[socket.socket, Request], None]) -> Act:
+def lying_as(number: int, feed: Callable[[socket.socket, Request], None]) -> Act:
     """Return an act that claims to have every chunk, and calls `feed` for members that ask."""
 
     def act(sock: socket.socket, request: Request) -> None:
         if request.operation == ASK:
-            sock.sendall(encode_offer(offer_of(HOSTILE)))
+            sock.sendall(encode_offer(offer_of(number)))
         else:
             feed(sock, request)
             raise ConnectionResetError
@@ -128,7 +128,7 @@ FEEDS = (
 @pytest.mark.parametrize("feed", FEEDS, ids=lambda feed: feed.__name__)
 def test_a_hostile_root_stops_nobody(job: FanoutJob, feed: Callable[..., None]) -> None:
     content = Content(24)
-    with member(job.addresses[HOSTILE], HOSTILE, lying(feed)) as requests:
+    with member(job.addresses[HOSTILE], HOSTILE, lying_as(HOSTILE, feed)) as requests:
         job.start(*(n for n in range(NODES) if n != HOSTILE))
         job.join(content)
         job.check(content)
