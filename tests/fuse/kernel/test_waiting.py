@@ -249,7 +249,9 @@ try:
     while True: os.pread(fd, 4096, 0)
 except OSError: sys.stdout.write("ended")
 """
-    with fuse_mount.mounted(slow, mountpoint) as server:
+    # The readers take all processors for that long.
+    options = fuse_mount.short_options(shutdown_s=0.5)
+    with fuse_mount.mounted(slow, mountpoint, options) as server:
         readers = [
             subprocess.Popen(
                 [sys.executable, "-c", loop, mountpoint / "fast"],
