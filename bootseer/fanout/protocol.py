@@ -37,6 +37,8 @@ _MAGIC = b"BSFO"
 _HELLO = struct.Struct(f"!4sBII{NONCE_BYTES}s")
 _REQUEST = struct.Struct("!BBBI32s")
 _OFFER = struct.Struct(f"!IHBIiIB{PATH_MAX}i")
+REQUESTS_MAX = 1000
+"""Questions on one connection that a node answers."""
 _AGE_MS_MAX = (1 << 32) - 1
 _FRAME = struct.Struct("!BI")
 

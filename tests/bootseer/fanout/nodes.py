@@ -113,12 +113,45 @@ class FanoutJob:
     def file(self, number: int) -> Path:
         return self.folder / f"object-{number}"
 
+    def arrived(self, content: Content, number: int, *indexes: int) -> list[bytes]:
+        """Return chunks of an object (all if none is given) as soon as a node says it has them."""
+        return arrived(self.nodes[number], content, self.file(number), *indexes)
+
     def check(self, content: Content, *numbers: int) -> None:
         """Assert that every node's file has the object's bytes and no others."""
         for number in numbers or self.nodes:
-            node = self.nodes[number]
-            assert [node.fetch(content.name, n) for n in range(len(content.parts))] == content.parts
+            assert self.arrived(content, number) == content.parts
             assert self.file(number).read_bytes() == content.data
+
+
+def arrived(exchange: Exchange, content: Content, file: Path, *indexes: int) -> list[bytes]:
+    """Return chunks of an object (all if none is given) as soon as the exchange has them in a file.
+
+    Raises: UnavailableError if the object ends before.
+    """
+    wanted = indexes or range(len(content.parts))
+    news: list[tuple[tuple[int, ...], bool]] = []
+    changed = threading.Condition()
+
+    def told(counts: tuple[int, ...], is_over: bool) -> bool:
+        with changed:
+            news.append((counts, is_over))
+            changed.notify()
+        return True
+
+    def is_known() -> bool:
+        if not news:
+            return False
+        counts, is_over = news[-1]
+        return is_over or all(counts[index % 2] > index // 2 for index in wanted)
+
+    exchange.watch(content.name, told)
+    with changed:
+        assert changed.wait_for(is_known, 60), "the chunks never came"
+        if news[-1][1]:
+            raise UnavailableError("the object has ended")
+    data, offsets = file.read_bytes(), content.list.offsets
+    return [data[offsets[index] : offsets[index + 1]] for index in wanted]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import TypeVarTuple
 
 import pytest
 
-from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, UnavailableError
+from bootseer.errors import InvalidInputError, UnavailableError
 from bootseer.fanout.exchange import Exchange
 from bootseer.fanout.hosting import in_flight
 from bootseer.fanout.plan import Reason
@@ -28,6 +28,7 @@ from tests.bootseer.fanout.nodes import (
     Content,
     FanoutJob,
     Gate,
+    arrived,
     free_addresses,
     member,
 )
@@ -71,7 +72,7 @@ def test_an_object_of_one_chunk_and_two_objects_at_once(job: FanoutJob) -> None:
     for number, node in job.nodes.items():
         node.join(other.name, job.folder / f"other-{number}", other)
     job.check(small)
-    assert job.nodes[5].fetch(other.name, 8) == other.parts[8]
+    assert arrived(job.nodes[5], other, job.folder / "other-5", 8) == [other.parts[8]]
 
 
 def test_nodes_that_come_later_or_never_are_done_without(job: FanoutJob) -> None:
@@ -93,53 +94,43 @@ def test_a_node_that_ends_in_the_middle_is_left(job: FanoutJob) -> None:
     content.before = gate = Gate(20)
     job.start(*range(6))
     job.join(content)
-    for node in job.nodes.values():
-        assert node.fetch(content.name, 10) == content.parts[10]
+    for number in job.nodes:
+        assert job.arrived(content, number, 10) == [content.parts[10]]
     # Each node feeds somebody.
     job.nodes.pop(1).close()
     gate.open()
     job.check(content)
 
 
-def test_a_chunk_that_a_user_read_himself_goes_on_to_others(job: FanoutJob) -> None:
-    content = Content(8)
-    content.before = gate = Gate(4)
-    job.start(*range(6))
-    job.join(content)
-    root = Trees(6).root(0)
-    assert job.nodes[root].fetch(content.name, 2) == content.parts[2]
-    job.nodes[root].put(content.name, 4, content.parts[4])
-    for node in job.nodes.values():
-        assert node.fetch(content.name, 4) == content.parts[4]
-    with pytest.raises(BootseerError):
-        job.nodes[root].put(content.name, 5, b"something else")
-    gate.open()
-    job.check(content)
-
-
-def test_a_full_disk_ends_the_object_on_its_node_alone(job: FanoutJob) -> None:
+def test_a_full_disk_ends_the_object_on_its_node_alone(
+    job: FanoutJob, caplog: pytest.LogCaptureFixture
+) -> None:
     content = Content(10)
     job.start(*range(6))
     full = Trees(6).root(0)
     job.nodes[full].join(content.name, Path("/dev/full"), content)
     others = [n for n in range(6) if n != full]
     job.join(content, *others)
-    with pytest.raises(UnavailableError, match="No space left"):
-        job.nodes[full].fetch(content.name, 0)
+    with pytest.raises(UnavailableError):
+        job.arrived(content, full)
+    assert "No space left" in caplog.text
     job.check(content, *others)
 
 
-def test_a_store_that_fails_is_told_to_those_who_wait(job: FanoutJob) -> None:
+def test_a_store_that_fails_is_read_again(job: FanoutJob) -> None:
     content = Content(4)
+    failures: list[int] = []
 
     def fail(index: int) -> None:
-        raise UnavailableError("the store is away")
+        if len(failures) < 8:
+            failures.append(index)
+            raise UnavailableError("the store is away")
 
     content.before = fail
     job.start(0, 1)
     job.join(content)
-    with pytest.raises(DeadlineError):
-        job.nodes[0].fetch(content.name, 0, silence_s=0.5)
+    job.check(content)
+    assert len(failures) == 8
 
 
 def test_wrong_bytes_of_the_store_reach_nobody(job: FanoutJob) -> None:
@@ -148,9 +139,9 @@ def test_wrong_bytes_of_the_store_reach_nobody(job: FanoutJob) -> None:
     good = content.parts[2]
     content.parts[2] = other.parts[2]
     job.join(content)
-    for node in job.nodes.values():
-        with pytest.raises(DeadlineError):
-            node.fetch(content.name, 2, silence_s=0.3)
+    wait_for(lambda: content.reads > 12, "second reads")
+    for number in job.nodes:
+        assert other.parts[2] not in job.file(number).read_bytes()
     content.parts[2] = good
     job.check(content)
 
@@ -166,7 +157,7 @@ def test_what_cannot_be_right_is_refused_in_one_sentence(tmp_path: Path) -> None
     content = Content(1)
     exchange = Exchange(addresses, 0, KEY)
     with pytest.raises(UnavailableError, match="does not travel"):
-        exchange.fetch(content.name, 0)
+        exchange.watch(content.name, lambda counts, is_over: True)
     exchange.join(content.name, tmp_path / "one", content)
     with pytest.raises(InvalidInputError, match="joined already"):
         exchange.join(content.name, tmp_path / "two", content)
@@ -191,7 +182,7 @@ def test_files_on_several_disks_are_read_at_once(tmp_path: Path) -> None:
     content.before = meet
     with Exchange(free_addresses(1), 0, KEY) as exchange:
         exchange.join(content.name, tmp_path / "object", content, in_flight(chunks))
-        assert exchange.fetch(content.name, 7, 40) == content.parts[7]
+        assert arrived(exchange, content, tmp_path / "object") == content.parts
 
 
 def test_names_that_do_not_resolve_are_nodes_that_are_not_there(tmp_path: Path) -> None:
@@ -199,7 +190,7 @@ def test_names_that_do_not_resolve_are_nodes_that_are_not_there(tmp_path: Path) 
     content = Content(5)
     with Exchange(addresses, 1, KEY) as exchange:
         exchange.join(content.name, tmp_path / "object", content)
-        wait_for(lambda: exchange.fetch(content.name, 4) == content.parts[4])
+        assert arrived(exchange, content, tmp_path / "object") == content.parts
 
 
 def test_a_node_that_has_an_object_is_not_waited_for(job: FanoutJob) -> None:
@@ -342,9 +333,10 @@ def test_a_node_that_closes_as_an_object_becomes_whole_leaves_no_task(
         wait_for(lambda: len(read) == 2, "reads of the store")
         known = question_count()
         wait_for(lambda: question_count() > known, "a question")
-        job.nodes[own].put(content.name, 0, content.parts[0])
+        gate.let_pass(1)
+        job.arrived(content, own, 0)
         loop.steps_left = steps
-        job.nodes[own].put(content.name, 1, content.parts[1])
+        gate.let_pass(2)
         assert loop.is_stopped.wait(10)
         job.nodes[own].close()
         assert not asyncio.all_tasks(loop)

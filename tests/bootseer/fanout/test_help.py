@@ -13,7 +13,7 @@ from bootseer.fanout.exchange import Exchange
 from bootseer.fanout.plan import Offer
 from bootseer.fanout.protocol import Request
 from bootseer.fanout.trees import STORE, Trees
-from tests.bootseer.fanout.nodes import KEY, Content, free_addresses, member, offer_of
+from tests.bootseer.fanout.nodes import KEY, Content, arrived, free_addresses, member, offer_of
 
 OWN, FAST, SLOW, HELPER = 0, 1, 2, 3
 """Four nodes: two are the sources of node 0, and a third one has room."""
@@ -84,7 +84,7 @@ def test_the_end_of_a_tree_that_is_behind_comes_from_a_helper(
         asked = stack.enter_context(member(addresses[HELPER], HELPER, helper))
         node = stack.enter_context(Exchange(addresses, OWN, KEY))
         node.join(content.name, tmp_path / "object", content)
-        assert [node.fetch(content.name, number) for number in range(100)] == content.parts
+        assert arrived(node, content, tmp_path / "object") == content.parts
         records = node.source_records()
     assert (tmp_path / "object").read_bytes() == content.data
     # Not that the store sends nothing: on a busy machine, a source may be silent for a second.
