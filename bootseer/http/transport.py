@@ -50,7 +50,7 @@ from bootseer.errors import (
     UnavailableError,
 )
 from bootseer.http.addresses import Reach, is_loopback, literal_reach, may_redirect, reach_of
-from bootseer.transfer.pace import STALL_S, ByteProgress
+from bootseer.transfer.pace import STALL_S, ByteProgress, floor_bytes_per_s
 
 # urllib3 logs whole URLs, and the URL of a redirect may be secret.
 logging.getLogger("urllib3").setLevel(logging.CRITICAL + 1)
@@ -323,11 +323,16 @@ class Response(Closing):
 
         Args:
             size_max_bytes: Size of the largest body that is accepted.
-            deadline_s: Longest time without bytes; fewer than 8 KiB/s count as none.
+            deadline_s: Longest time without bytes, if that is less than `STALL_S`; bytes below
+                the rate of `pace.floor_bytes_per_s` count as none.
 
         Raises: CorruptError if the body is larger; DeadlineError; UnavailableError, as `read`.
         """
-        progress = ByteProgress(time.monotonic())
+        # Bounded as a range of a file is (`http.ranges`); the head may not announce a length.
+        announced_bytes: int | None = getattr(self._raw, "length_remaining", None)
+        length = size_max_bytes if announced_bytes is None else min(announced_bytes, size_max_bytes)
+        progress = ByteProgress(time.monotonic(), floor_bytes_per_s(length, deadline_s))
+        stall_s = min(STALL_S, deadline_s)
         pieces: list[bytes] = []
         size_bytes = 0
         while data := self.read(_PIECE_BYTES):
@@ -336,9 +341,9 @@ class Response(Closing):
             if size_bytes > size_max_bytes:
                 self.close()
                 raise CorruptError(f"{self.server} sent more than {size_max_bytes} bytes")
-            if progress.silent_s(size_bytes, time.monotonic()) > deadline_s:
+            if progress.silent_s(size_bytes, time.monotonic()) > stall_s:
                 self.close()
-                raise DeadlineError(f"{self.server} sent almost nothing for {deadline_s:g} s")
+                raise DeadlineError(f"{self.server} sent almost nothing for {stall_s:g} s")
         return b"".join(pieces)
 
     def unavailable(self, message: str) -> UnavailableError:
