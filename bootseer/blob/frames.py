@@ -149,6 +149,8 @@ RATIO_MAX = 64
 """Largest ratio of decompressed to compressed size; lists of paths and numbers have 5 to 20."""
 FREE_BYTES = 2**22
 """Decompressed size up to which any ratio is accepted."""
+LINE_BYTES_MAX = 2**23
+"""Longest line of a document of lines: a path of the deepest tree, each byte escaped, fits."""
 
 
 def expand(data: bytes | memoryview, what: str, size_max: int, ratio_max: int = RATIO_MAX) -> bytes:
@@ -168,3 +170,16 @@ def expand(data: bytes | memoryview, what: str, size_max: int, ratio_max: int = 
     if len(content) != size:
         raise CorruptError(f"{what} has {len(content)} bytes where it announces {size}")
     return content
+
+
+def expand_lines(data: bytes | memoryview, what: str, size_max: int) -> bytes:
+    """Return the content of a frame of lines, none longer than `LINE_BYTES_MAX`; see `expand`."""
+    text = expand(data, what, size_max)
+    # From one line's end to the last one in reach, so that short lines are not looked at singly.
+    start = 0
+    while len(text) - start > LINE_BYTES_MAX:
+        end = text.rfind(b"\n", start, start + LINE_BYTES_MAX + 1)
+        if end < 0:
+            raise CorruptError(f"{what} has a line of more than {LINE_BYTES_MAX} bytes")
+        start = end + 1
+    return text

@@ -14,12 +14,12 @@ import zstandard
 from msgspec import Struct
 
 from bootseer.base.documents import DocumentFormat, PathBytes
-from bootseer.blob.frames import expand
+from bootseer.blob.frames import LINE_BYTES_MAX, expand_lines
 from bootseer.errors import CorruptError
 
 _DECODED_BYTES_MAX = 256 * 2**20
 """Size of the largest decoded document; a million rows take about 30 MB."""
-HEADER_BYTES_MAX = 2**23
+HEADER_BYTES_MAX = LINE_BYTES_MAX
 _FILE_BYTES_MAX = 2**62
 """More than any file system holds; rounded up to pages it is still a signed number of 64 bits."""
 
@@ -34,8 +34,9 @@ class TracedFile(Struct, frozen=True):
     digest: bytes
 
 
-# A file's line; a line of any other form is refused before it becomes an object.
-_FILE = re.compile(rb'\["(?:[^"\\]|\\.)*", ?"(?:[0-9a-f]{64})?"\]')
+# A file's line; a line of any other form is refused before it becomes an object. Possessive: to go
+# back in a long path, `re` would take a hundred bytes of memory for each character.
+_FILE = re.compile(rb'\["(?:[^"\\]++|\\.)*+", ?"(?:[0-9a-f]{64})?"\]')
 
 
 _FILES_FORM: DocumentFormat[list[tuple[PathBytes, str]]] = DocumentFormat(
@@ -77,7 +78,7 @@ def decode_rows(
     form: DocumentFormat[H], data: bytes
 ) -> tuple[H, tuple[TracedFile, ...], list[Row]]:
     """Decode a document. Raises: CorruptError; UnknownFormatError for another version."""
-    head, _, rest = expand(data, form.what, _DECODED_BYTES_MAX).partition(b"\n")
+    head, _, rest = expand_lines(data, form.what, _DECODED_BYTES_MAX).partition(b"\n")
     header = form.decode(head, "this document")
     *lines, rest = rest.split(b"\n", header.file_count)
     # Counted before any object is made; several arrays on one line would be counted as one.

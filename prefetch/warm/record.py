@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from bootseer.base.documents import Count64, DocumentFormat, PathBytes
-from bootseer.blob.frames import expand
+from bootseer.blob.frames import expand_lines
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.store import Store
 
@@ -206,7 +206,7 @@ def decode(data: bytes, identity: str, workload: str) -> WarmRecord:
     """
     if len(data) > ENCODED_BYTES_MAX:
         raise CorruptError(f"a warm record of {len(data)} bytes is absurdly large")
-    text = expand(data, "a warm record", _DECODED_BYTES_MAX)
+    text = expand_lines(data, "a warm record", _DECODED_BYTES_MAX)
     head, _, rest = text.partition(b"\n")
     header = _HEADER_FORM.decode(head, "a warm record")
     if (header.identity, header.workload) != (identity, workload):

@@ -182,6 +182,29 @@ def test_a_small_trace_makes_few_objects(lines: list[str]) -> None:
     assert not run_bounded(read, (CorruptError,), memory_bytes=2**25)
 
 
+def test_a_long_path_takes_little_memory() -> None:
+    # A path of 7 MiB, the longest that a line holds.
+    data = compressed(header(1, 0), json.dumps([os.urandom(7 * 2**19).hex(), ""]))
+
+    def read() -> None:
+        decode(data)
+
+    assert run_bounded(read, memory_bytes=2**27)
+
+
+@pytest.mark.parametrize("place", ["file", "access"])
+def test_a_line_of_more_than_8_mib_is_refused(place: str) -> None:
+    # Incompressible, so that it is no bomb.
+    path = os.urandom(2**22).hex()
+    blanks = os.urandom(2**23).translate(bytes(b" \t\r "[byte % 4] for byte in range(256)))
+    lines = {
+        "file": [header(1, 0), json.dumps([path, ""])],
+        "access": [header(1, 1), '["a",""]', f"[0,0,1,{blanks.decode()}0]"],
+    }
+    with pytest.raises(CorruptError, match="line"):
+        decode(compressed(*lines[place]))
+
+
 def test_a_trace_names_each_file_once() -> None:
     data = compressed(header(2, 0), '["a",""]', '["a",""]')
     with pytest.raises(CorruptError, match="twice"):

@@ -135,6 +135,14 @@ def test_what_makes_no_sense_is_refused(data: bytes) -> None:
         decode(data, _IDENTITY, "train")
 
 
+def test_a_line_of_more_than_8_mib_is_refused() -> None:
+    # Fewer ranges than a record may have, with numbers that make it no bomb.
+    starts = (at * 2**43 + at * at * 12345 % 2**42 for at in range(2**19))
+    ranges = [number for start in starts for number in (start, start % 997 + 1)]
+    with pytest.raises(CorruptError, match="line"):
+        decode(_hostile(["a", 2**63 - 1, 1, ranges]), _IDENTITY, "train")
+
+
 def test_another_version_is_refused_by_name() -> None:
     with pytest.raises(UnknownFormatError, match="version 2"):
         decode(_hostile(version=2), _IDENTITY, "train")
