@@ -291,10 +291,10 @@ def _check_directories(flags: bytes, parents: list[int], numbers: list[int]) -> 
     # Every directory has one name, so a directory that is not reached from the root is on a cycle.
     level, reached, depth = [0], 1, 0
     while level:
+        if depth > DEPTH_MAX:
+            raise CorruptError(f"directories are nested more than {DEPTH_MAX} deep")
         level = [child for number in level for child in below.get(number, ())]
         reached += len(level)
         depth += 1
-        if depth > DEPTH_MAX:
-            raise CorruptError(f"directories are nested more than {DEPTH_MAX} deep")
     if reached != count:
         raise CorruptError("some directories contain one another")

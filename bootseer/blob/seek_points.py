@@ -219,6 +219,8 @@ def decode(data: bytes) -> SeekPoints:
         end = start + window_bytes
         if unused_bits > 7 or is_member > 1 or zero or skipped >= UNIT_BYTES or end > len(data):
             raise CorruptError("a seek point makes no sense")
+        if byte and not unused_bits:
+            raise CorruptError("a seek point has a byte before its span that it does not use")
         if is_member and (unused_bits or skipped or window_bytes):
             raise CorruptError("a seek point at the start of a member has a state")
         points.append(SeekPoint(bool(is_member), unused_bits, byte, skipped, data[start:end]))

@@ -175,7 +175,13 @@ def test_cycles_and_deep_nesting_are_refused() -> None:
     sections["name_inode"] = array("I", [2, 1]).tobytes()
     with pytest.raises(CorruptError, match="one another"):
         index.decode(forge(sections, 3, 2))
-    count = DEPTH_MAX + 1
+    assert index.decode(nested(DEPTH_MAX)).inode_count == DEPTH_MAX + 1
+    with pytest.raises(CorruptError, match="deep"):
+        index.decode(nested(DEPTH_MAX + 1))
+
+
+def nested(count: int) -> bytes:
+    """Return the index of `count` directories, each in the one before."""
     sections = dict.fromkeys(SECTIONS, b"")
     for name in ("mode", "uid", "gid", "mtime_ns", "size_bytes", "rdev", "link", "xattr", "digest"):
         sections[name] = array(SECTIONS[name], [0] * (count + 1)).tobytes()
@@ -184,8 +190,7 @@ def test_cycles_and_deep_nesting_are_refused() -> None:
     sections["names"] = b"d\0" * count
     sections["name_parent"] = array("I", range(count)).tobytes()
     sections["name_inode"] = array("I", range(1, count + 1)).tobytes()
-    with pytest.raises(CorruptError, match="deep"):
-        index.decode(forge(sections, count + 1, count))
+    return forge(sections, count + 1, count)
 
 
 def test_absurd_counts_are_refused_before_anything_is_allocated() -> None:

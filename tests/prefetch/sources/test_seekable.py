@@ -5,6 +5,7 @@ import hashlib
 import io
 import os
 import random
+import struct
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -201,6 +202,10 @@ def test_hostile_objects_are_refused() -> None:
         seek_points.decode(data[:8] + b"\2\0" + data[10:])
     with pytest.raises(UnknownFormatError):
         seek_points.decode(b"BOOTTREE" + data[8:])
+    # A byte before the span, of which no bit belongs to the span.
+    head, unused = data[: seek_points.HEAD_BYTES], data[seek_points.HEAD_BYTES + 10 :]
+    with pytest.raises(CorruptError, match="byte"):
+        seek_points.decode(head + struct.pack("<IHBBBB", 0, 0, 0, 7, 1, 0) + unused)
     # A count that is larger than the data costs nothing.
     with pytest.raises(CorruptError):
         seek_points.decode(data[:12] + b"\xff\xff\xff\xff" + data[16:])
