@@ -233,6 +233,10 @@ def _has_its_key(manifest: Manifest) -> bool:
 
 def _check_target(target: Target, where: str) -> None:
     checked_target(target.path)
+    # The other algorithms of `BlobDigest` name objects that are no blobs, such as seek points.
+    algorithms = {blob.digest.partition(":")[0] for blob in target.blobs}
+    if not algorithms <= {"sha256", "blake3"} or not target.index.digest.startswith("sha256:"):
+        raise CorruptError(f"{where} names a blob or an index by another kind of digest")
     if len({blob.digest for blob in target.blobs}) != len(target.blobs):
         raise CorruptError(f"{where} names one blob of a target twice")
     for path in target.deletions:

@@ -124,6 +124,8 @@ def test_a_manifest_without_a_digest_is_refused() -> None:
         (("targets", 0, "deletions", 0), "\ud800"),
         (("targets", 0, "deletions"), "a"),
         (("targets", 0, "blob", "digest"), "sha256:../../x"),
+        (("targets", 0, "blob", "digest"), "points:" + "0" * 64),
+        (("targets", 0, "index", "digest"), "blake3:" + "0" * 64),
         (("targets", 0, "blob", "size_bytes"), -1),
         (("targets", 0, "blob", "size_bytes"), 1 << 60),
         (("targets", 0, "index", "size_bytes"), 1e9),

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from bootseer.base.short_digest import short_digest
-from bootseer.errors import BootseerError, UnavailableError, from_oserror
+from bootseer.errors import BootseerError, UnavailableError, UnknownFormatError, from_oserror
 from bootseer.linux.private_files import write_private_file
 from bootseer.store.local.beneath import file_mode, make_directory
 
@@ -35,9 +35,11 @@ def mark_store(root: str, memory: Path | None) -> str:
     `memory` is the folder in which this node remembers stores. Return a message for the user if the
     store is new, else "".
 
-    Raises: UnavailableError if this node has used a store there that is missing now; BootseerError.
+    Raises: UnavailableError if this node has used a store there that is missing now;
+    UnknownFormatError if the folder is a store of another version; BootseerError.
     """
     sentence = ""
+    _check_version(root)
     if not is_marked(root):
         known = _note_path(root, memory)
         # Check for the mark again: another process may have marked and remembered the folder.
@@ -64,6 +66,24 @@ def remember(root: str, memory: Path | None) -> None:
 
 def _note_path(root: str, memory: Path | None) -> Path | None:
     return memory and memory / f"{short_digest(os.fsencode(root))[:32]}.json"
+
+
+def _check_version(root: str) -> None:
+    """Raise UnknownFormatError if the mark states another version than this release's."""
+    try:
+        fd = os.open(os.path.join(root, MARK), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            document = json.loads(os.read(fd, _BYTES_MAX))
+        finally:
+            os.close(fd)
+    except (OSError, ValueError, RecursionError):
+        return  # no mark, or one that a crash has emptied
+    version = document.get("version") if isinstance(document, dict) else _VERSION
+    if version != _VERSION:
+        raise UnknownFormatError(
+            f"the store {root} has version {str(version)[:20]}, this release writes {_VERSION}; "
+            "use the Bootseer that began the store, or a newer one"
+        )
 
 
 def _holds_anything(root: str) -> bool:

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 KEY_MAX_BYTES = 1024
 _DEPTH_MAX = 32
+"""Most folders above an object: listings go no deeper into the folders of other programs."""
 # Most images have fewer layers. An open reader takes a descriptor, or memory for HDFS block places.
 _READERS_MAX = 64
 _DAMAGED_MAX = 1024
@@ -214,7 +215,6 @@ class Store(Closing):
             if not name.startswith(start) or (not folder and name in _HIDDEN):
                 continue
             if info.is_dir:
-                # Bootseer's keys are not nested deeper; folders of other programs may be.
                 if info.path.count("/") < _DEPTH_MAX:
                     yield from self._walk(info.path, "")
             else:
@@ -304,7 +304,8 @@ class Store(Closing):
 def check_key(key: str) -> str:
     """Return `key` if it is valid. Raises: InvalidInputError."""
     names = split_path(key)
-    if not names or names[0] in _HIDDEN or len(key) > KEY_MAX_BYTES:
+    is_listed = 0 < len(names) <= _DEPTH_MAX + 1 and names[0] not in _HIDDEN
+    if not is_listed or len(key) > KEY_MAX_BYTES:
         raise InvalidInputError(f"{key[:80]!r} is not a key of a store")
     try:
         size_bytes = len(key.encode())

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from bootseer.base.documents import BlobDigest, DocumentFormat
+from bootseer.base.documents import BlobDigest, DocumentFormat, Sha256
 from bootseer.errors import BootseerError, CorruptError, NotFoundError
 from bootseer.store.objects.store import Store
 
@@ -32,7 +32,7 @@ _SKEW_S = 3600.0
 class Use(Struct, frozen=True):
     """Tree in use, and the blobs from which it is read."""
 
-    index_digest: BlobDigest
+    index_digest: Sha256
     blob_digests: tuple[BlobDigest, ...]
 
 

@@ -9,7 +9,7 @@ from threading import Barrier
 
 import pytest
 
-from bootseer.errors import NotFoundError, UnavailableError
+from bootseer.errors import NotFoundError, UnavailableError, UnknownFormatError
 from bootseer.store import Store, open_backend, open_store
 
 MARK = ".bootseer.store"
@@ -33,7 +33,7 @@ def test_the_first_use_makes_the_folder_and_says_so_once(tmp_path: Path) -> None
     assert len(said) == 1
 
 
-def test_a_store_of_an_earlier_release_is_marked_in_silence(tmp_path: Path) -> None:
+def test_objects_without_a_mark_are_marked_in_silence(tmp_path: Path) -> None:
     said: list[str] = []
     backend = open_backend(str(tmp_path / "store"))
     with backend.create("key") as writer:
@@ -43,6 +43,27 @@ def test_a_store_of_an_earlier_release_is_marked_in_silence(tmp_path: Path) -> N
         assert store.read("key") == b"data"
     assert said == []
     assert (tmp_path / "store" / MARK).exists()
+
+
+def test_nothing_is_published_into_a_store_of_another_version(tmp_path: Path) -> None:
+    with _open(tmp_path, []) as store:
+        store.publish("key", b"data")
+    (tmp_path / "store" / MARK).write_text('{"version": 2}')
+    with _open(tmp_path, []) as store:
+        assert store.read("key") == b"data"
+        with pytest.raises(UnknownFormatError, match="version 2"):
+            store.publish("other", b"data")
+        with pytest.raises(UnknownFormatError, match="version 2"):
+            store.lease("leases/x", ttl_s=1, owner="me")
+        assert [info.path for info in store.list()] == ["key"]
+
+
+def test_a_mark_that_a_crash_has_emptied_is_a_mark(tmp_path: Path) -> None:
+    with _open(tmp_path, []) as store:
+        store.publish("key", b"data")
+    (tmp_path / "store" / MARK).write_bytes(b"")
+    with _open(tmp_path, []) as store:
+        assert store.publish("other", b"data")
 
 
 def test_several_that_begin_a_store_at_once_all_publish(tmp_path: Path) -> None:

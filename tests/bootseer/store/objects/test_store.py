@@ -154,7 +154,7 @@ def test_deletes_objects_and_only_those(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["", "/a", "a/../b", ".tmp/x", ".tmp", "a//b", "a" * 1025, "\udcff"]
+    "key", ["", "/a", "a/../b", ".tmp/x", ".tmp", "a//b", "a" * 1025, "\udcff", "a/" * 33 + "a"]
 )
 def test_refuses_what_is_no_key(store: Store, key: str) -> None:
     for call in (
