@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 
 import bootseer
 from testbed.paths import REPOSITORY
+from testbed.waiting import polling
 
 _WORDS = ("-m", "-c")
 _OPTIONS: tuple[list[str], ...] = ([], ["-P"])
@@ -52,6 +53,7 @@ _LINKER_VARIABLES = ("LD_", "MALLOC_", "GLIBC_")
 _MOST_BYTES = 100_000
 _ANSWER_S = 60.0
 _PREPARED_S = 300.0
+_ALONE_S = 5.0
 _NAMESPACES = ("mnt", "net", "pid", "user")
 
 _NOT_IMPORTED = (
@@ -166,6 +168,7 @@ class _Client:
         self._words = list(words)
         self._module, self._arguments = module, arguments
         self._is_able = True
+        self._has_forked = False
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
@@ -200,9 +203,12 @@ class _Client:
         if pid < 0:
             os.waitpid(-pid, 0)
         if pid <= 0:
-            # The next one could not be forked, either.
-            self._is_able = False
-        return pid if pid > 0 else None
+            # The next one could not be forked, either, unless others have been: a user may not
+            # enter a directory, for example.
+            self._is_able = self._has_forked
+            return None
+        self._has_forked = True
+        return pid
 
     def _is_for(self, arguments: Sequence[Any], environment: Mapping[Any, Any]) -> bool:
         words = [os.fsdecode(word) for word in arguments[:4]]
@@ -312,7 +318,8 @@ def serve(descriptor: int) -> None:
     os.close(descriptor)
     address = ctypes.c_ulong()
     able = _library.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0) == 0
-    able = able and len(os.listdir("/proc/self/task")) == 1
+    # On a busy machine a thread of an import may still be ending.
+    able = able and any(len(os.listdir("/proc/self/task")) == 1 for _ in polling(_ALONE_S))
     channel.send(b"ready" if able else b"cannot")
     gc.collect()
     gc.freeze()
