@@ -43,6 +43,7 @@ from bootseer.fanout.plan import (
     HEARTBEAT_S,
     SILENCE_S,
     Help,
+    Line,
     Offer,
     Reason,
     SourcePlan,
@@ -64,6 +65,9 @@ _IDLE_S = 10.0
 """Time after which a connection without a request is closed."""
 _STALLED_S = 5.0
 """Time after which a child that takes no beats while it waits is left."""
+_LATE_CHUNK_S = 1.0
+"""A chunk that takes longer from the store while other objects travel, too, shows that its line is
+full: more chunks at once then come no sooner, and the first one of each object comes later."""
 _STORE_THREADS = 32
 _STORE_PAUSE_S = 1.0
 _CONNECTIONS_MAX = 512
@@ -103,6 +107,7 @@ class _Follower:
         share, tree, exchange = self._share, self._tree, self._exchange
         if share.error is not None or share.is_whole(tree) or exchange.is_closed:
             exchange.clock.remove(self.look)
+            exchange.line.leave(share.plans[tree])
             for task in (self._reading, self._helping, self._asking):
                 _cancel(task)
             self._reading = self._helping = self._asking = None
@@ -201,6 +206,7 @@ class Exchange(Closing):
         self._trees = Trees(len(addresses)) if trees is None else trees
         self._gathering, self._has_objects = gathering, has_objects
         self._shares: dict[bytes, Share] = {}
+        self.line = Line(time.monotonic())
         self._awaiting: set[asyncio.Future[bool]] = set()
         """Streams that wait until this node joins an object."""
         self._guests: Counter[str] = Counter()
@@ -391,6 +397,9 @@ class Exchange(Closing):
             SourcePlan(self._trees, self._own, tree, chunk_bytes=1 << 20, random=dice, now_s=now_s)
             for tree in range(TREE_COUNT)
         ]
+        for plan in plans:
+            plan.line = self.line
+            self.line.join(plan)
         share.join(file, plans, origin, in_flight, store_moved_s)
         for tree in range(TREE_COUNT):
             follower = _Follower(self, share, tree)
@@ -538,19 +547,31 @@ class Exchange(Closing):
                 range(share.counts[tree] * TREE_COUNT + tree, len(chunks.lengths), TREE_COUNT)
             )
 
+            plan = share.plans[tree]
+            lane_count = share.in_flight if self.line.is_free_for(plan) else 1
+
             async def lane() -> None:
+                nonlocal lane_count
                 for index in todo:
                     if share.has[index]:
                         continue
+                    began_s = self._loop.time()
                     place = chunks.offsets[index], chunks.lengths[index]
                     data = await run(self._pool, origin.chunk, index, *place)
                     moved(len(data))
                     share.accept(index, Buffer(memoryview(data)))
                     del data  # Not kept while the next chunk is awaited.
-                    share.plans[tree].count = share.counts[tree]
+                    plan.count = share.counts[tree]
+                    is_late = self._loop.time() - began_s > _LATE_CHUNK_S
+                    if not is_late and lane_count < share.in_flight:
+                        lane_count += 1
+                        group.create_task(lane())
+                    elif is_late and lane_count > 1 and not self.line.is_free_for(plan):
+                        lane_count -= 1
+                        return
 
             async with asyncio.TaskGroup() as group:
-                for _ in range(share.in_flight):
+                for _ in range(lane_count):
                     group.create_task(lane())
         except* Exception as group_error:
             error = group_error.exceptions[0]

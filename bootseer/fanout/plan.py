@@ -66,6 +66,11 @@ _LOW_SHARE, _OTHER_SHARE = 0.4, 0.6
 source may have been slow from the beginning."""
 _FLOOR_BYTES_PER_S = 100_000.0
 """Rate below which a source is slow in any network."""
+_LINE_WINDOW_S, _LINE_MEASURE_S = 2.0, 0.1
+"""Time over which the rate of a line is measured, since a node that reads the store gets whole
+chunks, some at once; and the interval of the measurements."""
+_SLACK_CHUNKS, _SLACK_MAX_S = 2.0, 4.0
+"""Chunks, and seconds at most, that a source may be late where several objects share a line."""
 _LEAD_S = 0.3
 """Lead, at the best rate, that another node must have to be worth a move."""
 _SLOW_S = 1.0
@@ -206,21 +211,31 @@ class _RateMeter:
         if byte_count > self.byte_count:
             self.byte_count, self.arrived_s = byte_count, now_s
 
-    def measure(self, now_s: float, other: "_RateMeter | None") -> None:
-        """Measure the rate; `other` is the meter of the other tree."""
+    def measure(
+        self,
+        now_s: float,
+        other: "_RateMeter | None",
+        *,
+        share: float = math.inf,
+        window_s: float = _WINDOW_S,
+    ) -> None:
+        """Measure the rate over `window_s`.
+
+        `other` is the meter of the other tree; no more than `share` is expected.
+        """
         self.now_s, window = now_s, self._window
         window.append((now_s, self.byte_count))
-        while len(window) > 2 and window[1][0] <= now_s - _WINDOW_S:
+        while len(window) > 2 and window[1][0] <= now_s - window_s:
             window.pop(0)
         span_s = now_s - window[0][0]
-        if span_s < 0.9 * _WINDOW_S:
+        if span_s < 0.9 * window_s:
             self.rate = math.inf
             return
         self.rate = (self.byte_count - window[0][1]) / span_s
         # Forgotten slowly: a line that others use, too, may stay slower than it was at first.
         self.best = max(self.rate, 0.995 * self.best)
         others = 0.0 if other is None else _OTHER_SHARE * other.recent
-        self.due = max(self.best, others, _FLOOR_BYTES_PER_S)
+        self.due = min(max(self.best, others, _FLOOR_BYTES_PER_S), share)
         if not self.is_low:
             self.good_s = now_s
 
@@ -246,6 +261,43 @@ class _RateMeter:
         """Whether the rate is low, or is unknown and was low before."""
         is_unknown = math.isinf(self.rate)
         return self.is_low or (is_unknown and self.now_s - self.good_s > 2 * _WINDOW_S)
+
+
+class Line:
+    """Line of a node, which the trees of all its objects share. Not thread-safe.
+
+    Where one object travels, a tree should get what it got before. When others begin, it gets less,
+    and no source is to blame: each tree has its share of the best rate of the line.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._meter = _RateMeter(now_s)
+        self._plans: set[SourcePlan] = set()
+
+    def join(self, plan: "SourcePlan") -> None:
+        """Note that a tree begins."""
+        self._plans.add(plan)
+
+    def leave(self, plan: "SourcePlan") -> None:
+        """Note that a tree is whole, or not wanted any more. Idempotent."""
+        self._plans.discard(plan)
+
+    def add(self, now_s: float, byte_count: int) -> None:
+        """Note that `byte_count` bytes have come."""
+        self._meter.add(now_s, self._meter.byte_count + byte_count)
+
+    def share(self, now_s: float, plan: "SourcePlan") -> float:
+        """Return the rate that is due to one of the trees; infinite without other objects."""
+        meter = self._meter
+        if now_s - meter.now_s >= _LINE_MEASURE_S:
+            meter.measure(now_s, None, window_s=_LINE_WINDOW_S)
+        if self.is_free_for(plan) or not meter.best:
+            return math.inf
+        return meter.best / len(self._plans)
+
+    def is_free_for(self, plan: "SourcePlan") -> bool:
+        """Return whether no other object than that of `plan` is on its way."""
+        return self._plans <= {plan, plan.other}
 
 
 class _Bans:
@@ -289,6 +341,8 @@ class SourcePlan:
         """Chunks of the tree that are here, from the first one on; all chunks, 0 while unknown."""
         self.other: SourcePlan | None = None
         """Plan of the other tree, whose rate shows the speed of the node's line."""
+        self.line: Line | None = None
+        """The node's line, if other objects may share it."""
         self.chunk_bytes = chunk_bytes
         self._trees, self._node, self._tree, self._random = trees, node, tree, random
         self._parent, self._stand_in = trees.parent(tree, node), trees.stand_in(tree, node)
@@ -310,7 +364,7 @@ class SourcePlan:
         self._source_path: tuple[int, ...] = ()
         self._path_age_s = 0.0
         """Path of the source, and the age of the job when the source said so."""
-        self._patience = 1.0
+        self._patience, self._slack_s = 1.0, 0.0
         self._asked: tuple[int, ...] | None = None
         """Nodes that are being asked."""
         self._ask_s = now_s
@@ -338,6 +392,8 @@ class SourcePlan:
         self._alive_s = now_s
         if self._meter.arrived_s <= self._since_s:
             self._flows_s = now_s
+        if self.line is not None:
+            self.line.add(now_s, byte_count - self._meter.byte_count)
         self._meter.add(now_s, byte_count)
 
     def offered(self, now_s: float, offer: Offer) -> None:
@@ -425,7 +481,7 @@ class SourcePlan:
 
     def step(self, now_s: float) -> Step | None:
         """Return the next step, if any. Call every 0.1 s or so, and after `lost`."""
-        self._meter.measure(now_s, None if self.other is None else self.other._meter)
+        self._measure(now_s)
         if self._patience > 1 and now_s - self._since_s > 2.0 and not self._meter.is_low:
             self._patience = 1.0
         if not self._has_begun:
@@ -460,6 +516,14 @@ class SourcePlan:
             self._asked = (self._parent,)
             return Ask(self._asked)
         return None
+
+    def _measure(self, now_s: float) -> None:
+        """Measure the rate, and how long a chunk may take where several objects share the line."""
+        share = math.inf if self.line is None else self.line.share(now_s, self)
+        self._slack_s = min(_SLACK_MAX_S, _SLACK_CHUNKS * self.chunk_bytes / share)
+        other = None if self.other is None else self.other._meter
+        window_s = max(_WINDOW_S, self._slack_s)
+        self._meter.measure(now_s, other, share=share, window_s=window_s)
 
     def _check_silence(self, now_s: float) -> None:
         if self.source is None or self.source == STORE:
@@ -550,24 +614,26 @@ class SourcePlan:
         low_s = now_s - self._meter.good_s
         above_s = min(self._above_s, self._meter.arrived_s + _ABOVE_S)
         starved_s = now_s - max(self._meter.good_s, self._path_changed_s)
-        if now_s - self._chunk_s > STARVED_S:
+        starved_max_s, slack_s = STARVED_S + self._slack_s, self._slack_s
+        if now_s - self._chunk_s > starved_max_s:
             # Chunks of the source take long. It is not a node that sends few of those it gets.
             starved_s = min(starved_s, now_s - above_s)
         above = offers.get(source.path[0]) if source.path else None
         is_slow = source.count - self.count >= lead
         patience = self._patience * (_LINE_PATIENCE if self._is_line_slow else 1)
+        slow_s = _SLOW_S * patience + slack_s
         # Not since the rate was good: before the source had chunks, none could come.
-        if is_slow and now_s - max(self._meter.good_s, self._flows_s) < _SLOW_S * patience:
+        if is_slow and now_s - max(self._meter.good_s, self._flows_s) < slow_s:
             return None
         is_gone = answer is None or now_s - self._alive_s > 2 * HEARTBEAT_S
-        is_proven = low_s > (_BEHIND_S if self.count else _FIRST_BEHIND_S)
+        is_proven = low_s > (_BEHIND_S if self.count else _FIRST_BEHIND_S) + slack_s
         is_behind = (
             above is not None
             and above.count - source.count >= lead
-            and now_s - self._source_moved_s > _REPAIR_S
+            and now_s - self._source_moved_s > _REPAIR_S + slack_s
             and (is_gone or source.is_line_slow or is_proven)
         )
-        if is_slow or is_behind or starved_s > STARVED_S:
+        if is_slow or is_behind or starved_s > starved_max_s:
             best = self._choose(now_s, offers.values(), self.count + lead)
             if self.source == self._parent and self._can_stand_in(now_s, offers):
                 best = self._stand_in

@@ -185,6 +185,29 @@ def test_files_on_several_disks_are_read_at_once(tmp_path: Path) -> None:
         assert arrived(exchange, content, tmp_path / "object") == content.parts
 
 
+def test_an_object_beside_another_one_begins_with_one_read_of_the_store(tmp_path: Path) -> None:
+    """Otherwise the first chunk of each of many objects comes with the last of the others."""
+    first, second = Content(8, seed=1), Content(8, seed=2)
+    gate, begun = Gate(0), list[int]()
+    first.before = gate
+
+    def wait(index: int) -> None:
+        begun.append(index)
+        gate(index)
+
+    second.before = wait
+    with Exchange(free_addresses(1), 0, KEY) as exchange:
+        exchange.join(first.name, tmp_path / "first", first, 4)
+        exchange.join(second.name, tmp_path / "second", second, 4)
+        wait_for(lambda: len(begun) >= 2, "a read of each tree")
+        # What the loop has begun before it answers has begun by then.
+        exchange.watch(second.name, lambda counts, is_over: True)
+        assert sorted(begun) == [0, 1]
+        gate.open()
+        for content in (first, second):
+            assert [exchange.fetch(content.name, n) for n in range(8)] == content.parts
+
+
 def test_names_that_do_not_resolve_are_nodes_that_are_not_there(tmp_path: Path) -> None:
     addresses = [("nowhere.invalid", 9), *free_addresses(1)]
     content = Content(5)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.fanout.simulation import Outcome, Simulation, World
-from bootseer.fanout.plan import Ask, Offer, Reason, SourcePlan, Take
+from bootseer.fanout.plan import Ask, Line, Offer, Reason, SourcePlan, Take
 from bootseer.fanout.trees import STORE, TREE_COUNT, Trees
 
 
@@ -202,6 +202,44 @@ def test_a_source_that_has_just_moved_is_given_time() -> None:
             step = plan.answered(now_s, [Offer(1, plan.count, 2, path, age_s=now_s), slow, top])
         moved_s += [now_s] if isinstance(step, Take) else []
     assert moved_s[0] > 3.3
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_source_is_not_slow_because_another_object_uses_the_line(is_slow: bool) -> None:
+    """A named fault: children of roots read the store whenever another object began to travel."""
+    line, now_s = Line(0.0), 0.0
+    first, second = (
+        [
+            SourcePlan(Trees(7), 0, tree, chunk_bytes=1e5, random=lambda: 0.5, now_s=0.0)
+            for tree in range(TREE_COUNT)
+        ]
+        for _ in range(2)
+    )
+    for plans in (first, second):
+        for tree, plan in enumerate(plans):
+            plan.other, plan.line, plan.length = plans[1 - tree], line, 1000
+    moves = []
+    came = dict.fromkeys((*first, *second), 0.0)
+    for tick in range(1, 120):
+        now_s = tick / 10
+        # The line carries 2 MB/s. After 3 s the second object takes three quarters of it.
+        under_way = dict.fromkeys(first, 1e6)
+        if now_s > 3:
+            under_way = {**dict.fromkeys(first, 2.5e5), **dict.fromkeys(second, 7.5e5)}
+        if now_s > 3 and is_slow:
+            under_way[first[0]] = 3e4
+        for plan, rate in under_way.items():
+            line.join(plan)
+            came[plan] += rate / 10
+            plan.count = int(came[plan] / 1e5)
+            plan.received(now_s, int(came[plan]))
+            offer = Offer(1, plan.count + 20, 1, (3, STORE))
+            plan.offered(now_s, offer)
+            step = plan.step(now_s)
+            if isinstance(step, Ask):
+                step = plan.answered(now_s, [offer, Offer(3, plan.count + 40, 1, (STORE,))])
+            moves += [(plan, step.reason)] if isinstance(step, Take) and step.reason else []
+    assert moves[:1] == ([(first[0], Reason.SLOW)] if is_slow else [])
 
 
 def test_a_source_that_sent_wrong_bytes_is_never_asked_again() -> None:
