@@ -204,8 +204,8 @@ def test_an_object_beside_another_one_begins_with_one_read_of_the_store(tmp_path
         exchange.watch(second.name, lambda counts, is_over: True)
         assert sorted(begun) == [0, 1]
         gate.open()
-        for content in (first, second):
-            assert [exchange.fetch(content.name, n) for n in range(8)] == content.parts
+        for content, name in ((first, "first"), (second, "second")):
+            assert arrived(exchange, content, tmp_path / name) == content.parts
 
 
 def test_names_that_do_not_resolve_are_nodes_that_are_not_there(tmp_path: Path) -> None:
