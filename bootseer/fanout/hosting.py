@@ -327,7 +327,9 @@ def _tell(connection: socket.socket, counts: Sequence[int], is_over: bool) -> bo
     try:
         connection.send(UPDATE.pack(IS_OVER if is_over else IS_COMING, *counts))
     except BlockingIOError:
-        return False
+        if not is_over:
+            return False
+        # To a client that reads late, the end of the connection is the end of the object.
     except OSError:
         connection.close()
         raise
@@ -421,7 +423,11 @@ class _Objects:
                     connection.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
                 told = connection.dup()
                 told.setblocking(False)
-                self._exchange.watch(found.name, partial(_tell, told))
+                try:
+                    self._exchange.watch(found.name, partial(_tell, told))
+                except BootseerError:
+                    told.close()
+                    raise
         except (CorruptError, NoSpaceError) as error:
             _log.warning("an object does not travel by the fan-out: %s", error)
         except (BootseerError, OSError, ValueError) as error:
