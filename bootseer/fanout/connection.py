@@ -393,10 +393,10 @@ async def connect(address: tuple[str, int], hello: Hello, key: bytes, limit_s: f
         try:
             sock.setblocking(False)
             await loop.sock_connect(sock, place)
+            link = Link(sock)
         except BaseException:
             sock.close()
             raise
-        link = Link(sock)
         try:
             await link.send(hello.encode(), limit_s)
             answer = await link.receive(_room(protocol.CHALLENGE_BYTES), limit_s)

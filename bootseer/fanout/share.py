@@ -85,6 +85,7 @@ class Share:
         self.encoded_list = memoryview(b"")
         """List of chunks as all streams send it: up to 9 MiB."""
         self.has = bytearray()
+        self._lengths = [0] * TREE_COUNT
         self.counts = [0] * TREE_COUNT
         """Chunks of each tree that are here, from the first one on."""
         self.received = [0] * TREE_COUNT
@@ -149,13 +150,12 @@ class Share:
 
     def is_whole(self, tree: int) -> bool:
         """Whether all chunks of a tree are here."""
-        chunks = self.chunks
-        return chunks is not None and self.counts[tree] == chunks_of(tree, len(chunks.lengths))
+        return self.chunks is not None and self.counts[tree] == self._lengths[tree]
 
     @property
     def is_complete(self) -> bool:
         """Whether all chunks of both trees are here."""
-        return all(map(self.is_whole, range(TREE_COUNT)))
+        return self.chunks is not None and self.counts == self._lengths
 
     def accept_list(self, data: bytes | memoryview) -> None:
         """Set the list of chunks. Raises: CorruptError if it does not match the object's name."""
@@ -164,6 +164,7 @@ class Share:
             chunks = decode_list(encoded, self.name)
             self.encoded_list = memoryview(encoded)
             self.has = bytearray(len(chunks.lengths))
+            self._lengths = [chunks_of(tree, len(chunks.lengths)) for tree in range(TREE_COUNT)]
             self.chunks = chunks
             self._describe()
             self._tell()
@@ -174,7 +175,7 @@ class Share:
             count = len(self.chunks.lengths)
             for tree, plan in enumerate(self.plans):
                 plan.chunk_bytes = self.chunks.offsets[-1] / count
-                plan.length = chunks_of(tree, count)
+                plan.length = self._lengths[tree]
 
     def accept(self, index: int, buffer: Buffer) -> None:
         """Verify, write, keep and pass on a chunk; a full disk fails the object.

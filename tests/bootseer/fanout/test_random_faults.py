@@ -1,7 +1,7 @@
 """Random faults of several nodes at once; each chunk that a node reports is compared.
 
-Nodes begin, end, return, freeze and get full disks at random, members lie, and the store is slow
-or sends wrong bytes now and then.
+Nodes begin, end, return, freeze and get full disks at random, members lie, ask for anything and
+send halves of messages, and the store is slow or sends wrong bytes now and then.
 """
 
 import contextlib
@@ -9,17 +9,28 @@ import gc
 import logging
 import os
 import random
+import socket
 import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from bootseer.errors import UnavailableError
+from bootseer.fanout import protocol
 from bootseer.fanout.exchange import Exchange, SourceRecord
 from bootseer.fanout.plan import Reason
+from bootseer.fanout.protocol import ASK, FEED, KEEP, READ, Request
 from testbed.waiting import pause, wait_for
-from tests.bootseer.fanout.nodes import KEY, Content, free_addresses, member
+from tests.bootseer.fanout.nodes import (
+    KEY,
+    Content,
+    free_addresses,
+    introduce,
+    member,
+    offer_of,
+)
 from tests.bootseer.fanout.test_trust import FEEDS, lying_as
 
 _NODES, _OBJECTS, _STEPS = 7, 2, 12
@@ -81,6 +92,53 @@ class _Node:
         assert self.wrong == 0
 
 
+def _mixture(
+    dice: random.Random, number: int, contents: Sequence[Content], sock: socket.socket, to: Request
+) -> None:
+    """Send right chunks, and now and then something else, or half of it."""
+    content = next((one for one in contents if one.name == to.name), contents[0])
+    count = to.count
+    if to.needs_list:
+        _send(sock, number, protocol.LIST, content.chunk_list())
+    while (index := 2 * count + to.tree) < len(content.parts):
+        turn, part = dice.random(), content.parts[index]
+        if turn < 0.8:
+            _send(sock, number, protocol.CHUNK, part)
+            count += 1
+        elif turn < 0.84:
+            _send(sock, number, protocol.BEAT, b"")
+        elif turn < 0.87:
+            head = protocol.encode_frame(protocol.CHUNK, len(part), offer_of(number))
+            sock.sendall((head + part)[: dice.randrange(len(head + part))])
+            pause(dice.choice([0.0, 0.3, 1.5]))
+            return
+        else:
+            kind = dice.choice([protocol.LIST, protocol.CHUNK, protocol.BUSY, protocol.DOCUMENT, 9])
+            _send(sock, number, kind, dice.choice([b"", b"x", part[:-1], part + b"x"]))
+    pause(0.5)
+
+
+def _send(sock: socket.socket, number: int, kind: int, data: bytes) -> None:
+    sock.sendall(protocol.encode_frame(kind, len(data), offer_of(number)) + data)
+
+
+def _disturb(
+    dice: random.Random, address: tuple[str, int], number: int, names: Sequence[bytes]
+) -> None:
+    """Ask a node for anything, in any order, and read little of what it answers."""
+    with contextlib.suppress(OSError), introduce(address, number, child=dice.randrange(9)) as sock:
+        sock.settimeout(0.2)
+        for _ in range(dice.randrange(40)):
+            operation = dice.choice([ASK, ASK, ASK, FEED, READ, KEEP, 0, 9])
+            count = dice.choice([0, 1, 5, 1000, (1 << 32) - 1])
+            name = dice.choice([*names, bytes(32)])
+            tree, leaves, needs = dice.choice([0, 1, 2]), dice.random() < 0.5, dice.random() < 0.5
+            data = Request(operation, tree, count, name, leaves, needs).encode()
+            sock.sendall(data if dice.random() < 0.95 else data[:7])
+            if dice.random() < 0.3:
+                sock.recv(dice.choice([1, 200, 100_000]))
+
+
 class _Site:
     """Nodes of one job, some of them hostile."""
 
@@ -92,7 +150,9 @@ class _Site:
         self._epoch = 0
         hostile = dice.sample(range(_NODES), dice.choice([0, 1, 1, 2]))
         for number in hostile:
-            act = lying_as(number, dice.choice(FEEDS))
+            mixture = partial(_mixture, dice, number, self.contents)
+            feeds: list[Callable[[socket.socket, Request], None]] = [*FEEDS, mixture, mixture]
+            act = lying_as(number, dice.choice(feeds))
             stack.enter_context(member(self._addresses[number], number, act))
         self.sound = [number for number in range(_NODES) if number not in hostile]
 
@@ -124,6 +184,9 @@ class _Site:
         turn = self._dice.random()
         if turn < 0.25:
             self.end(number)
+        elif turn > 0.7:
+            names = [content.name for content in self.contents]
+            _disturb(self._dice, self._addresses[number], number, names)
         elif turn < 0.4:
             node.is_free.clear()
         elif turn < 0.6:
