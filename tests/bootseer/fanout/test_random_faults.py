@@ -33,14 +33,13 @@ from tests.bootseer.fanout.nodes import (
 )
 from tests.bootseer.fanout.test_trust import FEEDS, lying_as
 
-_NODES, _OBJECTS, _STEPS = 7, 2, 12
+_NODES, _STEPS = 7, 12
 
 
 class _Faulty(Content):
     """Object of a store that is slow, fails, or sends wrong bytes now and then."""
 
-    def __init__(self, dice: random.Random) -> None:
-        count, size = dice.choice([(1, 5000), (17, 300_000), (60, 70_000), (9, 2_000_000)])
+    def __init__(self, dice: random.Random, count: int, size: int) -> None:
         super().__init__(count, dice.randrange(1 << 30), chunk_bytes=size)
         self.dice, self.is_faulty = dice, True
 
@@ -145,7 +144,9 @@ class _Site:
     def __init__(self, dice: random.Random, folder: Path, stack: contextlib.ExitStack) -> None:
         self._dice, self._folder = dice, folder
         self._addresses = free_addresses(_NODES)
-        self.contents = [_Faulty(dice) for _ in range(_OBJECTS)]
+        # Small chunks, and large ones, of which a line takes a part at a time.
+        sizes = [dice.choice([(1, 5000), (17, 300_000), (60, 70_000)]), (40, 1 << 20)]
+        self.contents = [_Faulty(dice, *size) for size in sizes]
         self.nodes: dict[int, _Node] = {}
         self._epoch = 0
         hostile = dice.sample(range(_NODES), dice.choice([0, 1, 1, 2]))
