@@ -8,7 +8,10 @@ from msgspec import Struct
 
 from bootseer.errors import CorruptError, UnsupportedError
 from bootseer.fuse.kernel import wire
-from bootseer.fuse.kernel.options import MountOptions
+from bootseer.fuse.kernel.options import REQUEST_BYTES_MAX, MountOptions
+
+_BACKGROUND_MAX = 64
+"""Number of background requests (readahead, asynchronous I/O) that the kernel may have open."""
 
 
 class InitRequest(Struct, frozen=True):
@@ -113,23 +116,21 @@ def negotiate(request: InitRequest, options: MountOptions) -> tuple[ConnectionFe
     if not flags & wire.INIT_EXT:
         flags &= 0xFFFFFFFF
     minor = min(request.minor, wire.KERNEL_MINOR_NEWEST)
-    largest_bytes = max(options.max_read_bytes, options.max_write_bytes)
     # Without MAX_PAGES a request carries 32 pages (FUSE_DEFAULT_MAX_PAGES_PER_REQ).
-    max_pages = -(-largest_bytes // wire.PAGE_BYTES) if flags & wire.MAX_PAGES else 32
+    max_pages = REQUEST_BYTES_MAX // wire.PAGE_BYTES if flags & wire.MAX_PAGES else 32
     # Every server thread has a buffer for the largest write.
-    wanted_write_bytes = wire.PAGE_BYTES if options.read_only else options.max_write_bytes
+    wanted_write_bytes = wire.PAGE_BYTES if options.read_only else REQUEST_BYTES_MAX
     max_write_bytes = min(wanted_write_bytes, max_pages * wire.PAGE_BYTES)
-    # The kernel takes the smaller of this and its own default, so that a small window needs no
-    # privilege; a larger one is set through sysfs (`mount.set_readahead`).
-    max_readahead_bytes = options.max_readahead_bytes
     reply = wire.INIT_OUT.pack(
         wire.KERNEL_MAJOR,
         minor,
-        max_readahead_bytes,
+        # The kernel takes the smaller of this and its own default, so that a small window needs no
+        # privilege; a larger one is set through sysfs (`mount.set_readahead`).
+        options.max_readahead_bytes,
         flags & 0xFFFFFFFF,
-        options.max_background,
+        _BACKGROUND_MAX,
         # Congestion threshold, at which the kernel stops readahead.
-        max(1, options.max_background * 3 // 4),
+        _BACKGROUND_MAX * 3 // 4,
         max_write_bytes,
         1,  # time_gran: timestamps have nanoseconds
         max_pages if flags & wire.MAX_PAGES else 0,

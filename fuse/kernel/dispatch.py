@@ -359,10 +359,8 @@ class Dispatcher:
     def _opendir(self, caller: Caller, node: int, body: memoryview) -> Reply:
         flags, _ = wire.OPEN_IN.unpack_from(body)
         opened = self.operations.opendir(caller, node, flags)
-        reply_flags = wire.FOPEN_CACHE_DIR if opened.cache_directory else 0
-        reply_flags |= wire.FOPEN_KEEP_CACHE if opened.keep_cache else 0
         return Reply(
-            wire.OPEN_OUT.pack(opened.handle, reply_flags, 0),
+            wire.OPEN_OUT.pack(opened.handle, 0, 0),
             undelivered=lambda: self.operations.releasedir(node, opened.handle),
         )
 

@@ -19,7 +19,7 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
-from bootseer.fuse.kernel.options import MountOptions
+from bootseer.fuse.kernel.options import REQUEST_BYTES_MAX, MountOptions
 from bootseer.fuse.kernel.unmount import find_helper, run_helper
 from bootseer.linux import mount_table, namespaces
 from bootseer.linux.processes import has_capability
@@ -88,7 +88,7 @@ def _mount_directly(path: Path, mode: int, options: MountOptions) -> int:
         f"rootmode={mode & 0o170000:o}",
         f"user_id={os.geteuid()}",
         f"group_id={os.getegid()}",
-        f"max_read={options.max_read_bytes}",
+        f"max_read={REQUEST_BYTES_MAX}",
     ]
     data += ["default_permissions"] if options.default_permissions else []
     data += ["allow_other"] if options.allow_other else []
@@ -111,7 +111,7 @@ def _mount_directly(path: Path, mode: int, options: MountOptions) -> int:
 
 def _helper_options(options: MountOptions) -> str:
     chosen = [f"fsname={options.name}", f"subtype={options.subtype}"]
-    chosen.append(f"max_read={options.max_read_bytes}")
+    chosen.append(f"max_read={REQUEST_BYTES_MAX}")
     chosen.append("ro" if options.read_only else "rw")
     chosen += ["default_permissions"] if options.default_permissions else []
     chosen += ["allow_other"] if options.allow_other else []

@@ -55,7 +55,6 @@ class NodeEntry(Struct, frozen=True):
     attributes: Attributes | None
     entry_ttl_s: float = 0.0
     attributes_ttl_s: float = 0.0
-    generation: int = 0
 
 
 class Opened(Struct, frozen=True):
@@ -70,7 +69,6 @@ class Opened(Struct, frozen=True):
     handle: int = 0
     direct_io: bool = False
     keep_cache: bool = False
-    cache_directory: bool = False
     parallel_direct_writes: bool = False
     no_flush: bool = False
     passthrough_fd: int | None = None

@@ -5,6 +5,8 @@ from msgspec import Struct
 from bootseer.errors import InvalidInputError
 
 _MIB = 1024 * 1024
+REQUEST_BYTES_MAX = _MIB
+"""Largest read and write."""
 KERNEL_DEADLINE_MAX_S = 0xFFFF
 
 
@@ -23,12 +25,8 @@ class MountOptions(Struct, frozen=True, kw_only=True):
     default_permissions: bool = True
     """The kernel checks permissions by mode, uid and gid."""
     read_only: bool = False
-    max_read_bytes: int = _MIB
-    max_write_bytes: int = _MIB
     max_readahead_bytes: int = 128 * 1024
     """Values above the kernel's default of 128 KiB take effect only for root."""
-    max_background: int = 64
-    """Number of background requests (readahead, asynchronous I/O) that the kernel may have open."""
     threads: int = 8
     passthrough: bool = False
     """Negotiate passthrough, so that `Opened.passthrough_fd` takes effect (root, Linux 6.9+)."""
@@ -60,10 +58,7 @@ class MountOptions(Struct, frozen=True, kw_only=True):
         if "." in self.subtype or "/" in self.subtype or " " in self.subtype:
             raise InvalidInputError(f"mount subtype {self.subtype!r}: use letters, digits, dashes")
         bounds = (
-            ("max_read_bytes", self.max_read_bytes, 4096, _MIB),
-            ("max_write_bytes", self.max_write_bytes, 4096, _MIB),
             ("max_readahead_bytes", self.max_readahead_bytes, 0, 256 * _MIB),
-            ("max_background", self.max_background, 1, 65535),
             ("threads", self.threads, 1, 256),
             ("kernel_deadline_s", self.kernel_deadline_s, 0, KERNEL_DEADLINE_MAX_S),
         )

@@ -116,7 +116,6 @@ REQUEST_TIMEOUT = 1 << 42
 # fuse_open_out.open_flags
 FOPEN_DIRECT_IO = 1 << 0
 FOPEN_KEEP_CACHE = 1 << 1
-FOPEN_CACHE_DIR = 1 << 3
 FOPEN_NOFLUSH = 1 << 5
 FOPEN_PARALLEL_DIRECT_WRITES = 1 << 6
 FOPEN_PASSTHROUGH = 1 << 7
@@ -188,7 +187,7 @@ def encode_entry(entry: NodeEntry) -> bytes:
     if attributes is None:
         return ENTRY_OUT.pack(0, 0, entry_s, 0, entry_ns, 0) + _ATTR_NONE
     attr_s, attr_ns = split_ttl(entry.attributes_ttl_s)
-    head = ENTRY_OUT.pack(attributes.node, entry.generation, entry_s, attr_s, entry_ns, attr_ns)
+    head = ENTRY_OUT.pack(attributes.node, 0, entry_s, attr_s, entry_ns, attr_ns)
     return head + encode_attributes(attributes)
 
 

@@ -71,7 +71,7 @@ def test_absolute_resolves_the_parent_only(tmp_path: Path) -> None:
         {"subtype": "a.b"},
         {"subtype": "a\nb"},
         {"threads": 0},
-        {"max_read_bytes": 1 << 21},
+        {"max_readahead_bytes": 1 << 40},
     ],
 )
 def test_mount_options_that_make_no_sense_are_refused(change: dict[str, object]) -> None:
