@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from operator import sub
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from msgspec import Struct, field
 from msgspec.structs import asdict, replace
@@ -64,23 +64,12 @@ _FASTER = 2.0
 _DELAY_MIN_S, _SHARE_MIN = 1.0, 0.05
 
 
-class Apply(Protocol):
-    """Signature of `map`."""
-
-    def __call__(
-        self,
-        function: Callable[["tuple[str, Change]"], "WhatIf"],
-        things: "list[tuple[str, Change]]",
-        /,
-    ) -> "Iterable[WhatIf]": ...
-
-
-class Beside(Protocol):
-    """Signature of a function that computes something while the caller does something else."""
-
-    def __call__(
-        self, function: "Callable[[], WhatIf]", /
-    ) -> AbstractContextManager["Callable[[], WhatIf]"]: ...
+Apply = Callable[
+    [Callable[["tuple[str, Change]"], "WhatIf"], "list[tuple[str, Change]]"], Iterable["WhatIf"]
+]
+"""Signature of `map`."""
+Beside = Callable[[Callable[[], "WhatIf"]], AbstractContextManager[Callable[[], "WhatIf"]]]
+"""Signature of a function that computes something while the caller does something else."""
 
 
 class Delay(Struct, frozen=True):
@@ -595,7 +584,6 @@ def _rank(group: Group, row: int) -> str:
 
 
 def _union_s(begins: Iterable[float], ends: Iterable[float]) -> float:
-    """Return the length of the union of intervals."""
     total, until = 0.0, -math.inf
     for begin, end in sorted(zip(begins, ends, strict=True)):
         total += max(0.0, end - max(begin, until))

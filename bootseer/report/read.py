@@ -184,23 +184,11 @@ def in_order(
     if count < 2 or not may_fork():
         yield from map(function, things)
         return
-    pids: list[int] = []
     with contextlib.ExitStack() as stack:
-        stack.callback(_kill_all, pids)
         pipes: list[BinaryIO] = []
         for number in range(count):
-            ours, theirs = os.pipe2(os.O_CLOEXEC)
-            with os.fdopen(theirs, "wb", buffering=0) as sink:
-                with contextlib.suppress(OSError):
-                    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-                pipes.append(stack.enter_context(os.fdopen(ours, "rb")))
-                pid = os.fork()
-                if pid == 0:
-                    # An inherited read end would keep the pipe open after the reader's death.
-                    for pipe in pipes:
-                        pipe.close()
-                    _work(function, things[number::count], sink)
-                pids.append(pid)
+            worker = _forked(function, things[number::count], pipes)
+            pipes.append(stack.enter_context(worker))
         for number in range(len(things)):
             answer: _WorkerResult[R] = _next_result(pipes[number % count])
             yield _result_of(answer)
@@ -216,15 +204,31 @@ def in_background(function: Callable[[], R]) -> Iterator[Callable[[], R]]:
         result = function()
         yield lambda: result
         return
+    with _forked(lambda _: function(), [None]) as pipe:
+        yield lambda: _result_of(_next_result(pipe))
+
+
+@contextlib.contextmanager
+def _forked(
+    function: Callable[[T], R], things: Sequence[T], others: Sequence[BinaryIO] = ()
+) -> Iterator[BinaryIO]:
+    """Compute `function(thing)` for each thing in a forked process; yield the pipe of the results.
+
+    `others`: pipes of the workers before. The process is killed at the end.
+    """
     ours, theirs = os.pipe2(os.O_CLOEXEC)
     with os.fdopen(ours, "rb") as pipe:
         with os.fdopen(theirs, "wb", buffering=0) as sink:
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             pid = os.fork()
             if pid == 0:
-                pipe.close()
-                _work(lambda _: function(), [None], sink)
+                # An inherited read end would keep the pipe open after the reader's death.
+                for one in (*others, pipe):
+                    one.close()
+                _work(function, things, sink)
         try:
-            yield lambda: _result_of(_next_result(pipe))
+            yield pipe
         finally:
             kill_child(pid)
 
@@ -270,8 +274,3 @@ def _next_result(pipe: BinaryIO) -> _WorkerResult[R]:
         raise BootseerError(_KILLED)
     found: _WorkerResult[R] = pickle.loads(data)
     return found
-
-
-def _kill_all(pids: Sequence[int]) -> None:
-    for pid in pids:
-        kill_child(pid)

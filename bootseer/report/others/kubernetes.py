@@ -85,6 +85,12 @@ def member(value: Any, *names: str) -> Any:
     return value
 
 
+def _listed(value: Any, *names: str) -> list[Any]:
+    """Return the nested list at these names; empty if it is missing or no list."""
+    found = member(value, *names)
+    return found if isinstance(found, list) else []
+
+
 def _pod(pods: dict[str, _Pod], uid: object, name: object) -> _Pod:
     known = pods.setdefault(clean(uid) or clean(name), _Pod(clean(uid) or clean(name)))
     known.name = clean(name) or known.name
@@ -95,14 +101,12 @@ def _take_pod(item: dict[str, Any], pods: dict[str, _Pod]) -> None:
     metadata = item.get("metadata")
     pod = _pod(pods, member(metadata, "uid"), member(metadata, "name"))
     pod.node = clean(member(item, "spec", "nodeName")) or pod.node
-    owners = member(metadata, "ownerReferences")
-    owner = owners[0] if isinstance(owners, list) and owners else None
+    owner = next(iter(_listed(metadata, "ownerReferences")), None)
     # A JobSet has a Job for each of its roles.
     job_set = member(metadata, "labels", "jobset.sigs.k8s.io/jobset-uid")
     pod.owner = clean(job_set) or clean(member(owner, "uid"))
     pod.created_ns = instant(member(metadata, "creationTimestamp"))
-    conditions = member(item, "status", "conditions")
-    for condition in conditions if isinstance(conditions, list) else ():
+    for condition in _listed(item, "status", "conditions"):
         if member(condition, "type") == "PodScheduled" and condition.get("status") == "True":
             when = instant(condition.get("lastTransitionTime"))
             if when is not None:
@@ -297,12 +301,10 @@ def _of_pod(item: dict[str, Any]) -> tuple[tuple[str, int, str], TimelineFile] |
 
 def _variables(item: dict[str, Any]) -> dict[str, str]:
     """Return the literal environment variables of the pod's first container."""
-    containers = member(item, "spec", "containers")
-    first = containers[0] if isinstance(containers, list) and containers else None
-    listed = member(first, "env")
+    first = next(iter(_listed(item, "spec", "containers")), None)
     variables = {
         clean(one.get("name")): clean(one.get("value"))
-        for one in (listed if isinstance(listed, list) else ())
+        for one in _listed(first, "env")
         if isinstance(one, dict)
     }
     index = member(item, "metadata", "annotations", "batch.kubernetes.io/job-completion-index")
@@ -325,8 +327,7 @@ def _began_ns(status: Any) -> int | None:
 
 def _states(status: Any, *names: str) -> list[Any]:
     """Return a member of each container's status; init containers do not count."""
-    listed = member(status, "containerStatuses")
-    return [member(one, *names) for one in (listed if isinstance(listed, list) else ())]
+    return [member(one, *names) for one in _listed(status, "containerStatuses")]
 
 
 def _ready_ns(status: Any, began_ns: int) -> int | None:
@@ -336,8 +337,7 @@ def _ready_ns(status: Any, began_ns: int) -> int | None:
     """
     if member(status, "phase") in ("Succeeded", "Failed"):
         return began_ns
-    listed = member(status, "conditions")
-    for one in listed if isinstance(listed, list) else ():
+    for one in _listed(status, "conditions"):
         if member(one, "type") == "Ready" and member(one, "status") == "True":
             when = instant(member(one, "lastTransitionTime"))
             return max(began_ns, when) if when is not None else began_ns
