@@ -28,8 +28,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from bootseer.base.documents import to_line
 from bootseer.base.redact import public_url
 from bootseer.errors import (
@@ -428,7 +426,7 @@ class CheckpointServers:
 
         Raises: InvalidInputError.
         """
-        spec = replace(describe_mount(self._settings, volume.source, Path("/"), **_choices(volume)))
+        spec = describe_mount(self._settings, volume.source, Path("/"), **_choices(volume))
         key = hashlib.blake2b(to_line(spec).encode(), key=self._salt, digest_size=12)
         for name, text in sorted(secrets.items()):
             key.update(f"\0{name}\0{text}".encode())

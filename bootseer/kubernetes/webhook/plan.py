@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from bootseer.base.redact import redact
@@ -89,13 +89,8 @@ class KeySecret(Struct, frozen=True):
 
     def document(self) -> dict[str, Any]:
         """Return the immutable Secret object, with a new key."""
-        owner = self.owner
-        reference = {
-            "apiVersion": owner.api_version,
-            "kind": owner.kind,
-            "name": owner.name,
-            "uid": owner.uid,
-        }
+        reference: dict[str, Any] = to_builtins(self.owner)
+        del reference["controller"]  # of the pod
         return {
             "apiVersion": "v1",
             "kind": "Secret",
