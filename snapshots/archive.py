@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from bootseer.base.content_digest import new_hasher
-from bootseer.blob import index
 from bootseer.blob.keys import blob_key
 from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.pack.members import Members
@@ -34,9 +33,9 @@ from bootseer.linux.private_files import private_directory, private_opener
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
-from bootseer.snapshots.capture import Change, capture_directories, make_manifest, make_target
+from bootseer.snapshots.capture import Change, capture_directories, make_manifest
 from bootseer.snapshots.key_parts import Part
-from bootseer.snapshots.manifest import Manifest, Stored, Target, is_name
+from bootseer.snapshots.manifest import Manifest, Target, is_name
 from bootseer.snapshots.scan import STAGING_PREFIX, scan, target_path, text_of
 from bootseer.snapshots.staging import recover_targets
 from bootseer.snapshots.target_inference import declared_targets
@@ -142,6 +141,13 @@ def _add(members: Members, reader: BlobReader, name: bytes, inode: Inode, frame_
     return members.add_large(name, inode, read, stored if is_sparse else None)
 
 
+def _check_name(name: str) -> None:
+    if name and not is_name(name):
+        raise InvalidInputError(
+            f"{name!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
+        )
+
+
 def import_archive(
     settings: Settings,
     store: Store,
@@ -156,10 +162,7 @@ def import_archive(
     that restores refuse; CorruptError for a malformed archive, or one that expands too much;
     NotFoundError, NoSpaceError, UnavailableError.
     """
-    if name and not is_name(name):
-        raise InvalidInputError(
-            f"{name!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
-        )
+    _check_name(name)
     path = target_path(target, str(Path.cwd()))
     made = import_target(settings, store, archive, path, on_progress)
     parts = [
@@ -185,19 +188,12 @@ def import_target(
             file = stack.enter_context(tempfile.TemporaryFile(dir=folder))
             stream = _Expanded(source, archive, on_progress)
             tree = _packed(stream, cast(BinaryIO, file), archive)
-            file.flush()
             _check(tree, archive)
-            encoded = index.encode(tree)
-            (blob,) = tree.blobs
-            stored = Stored(blob.digest, blob.size_bytes)
-            of_tree = catalogue.stored_index(encoded)
-            data = Path(f"/proc/self/fd/{file.fileno()}")
-            catalogue.publish_target(store, stored, data, of_tree, encoded, replace=False)
+            return catalogue.store_target(store, path, tree, cast(BinaryIO, file), whole=True)
     except BootseerError:
         raise
     except OSError as error:
         raise from_oserror(error, f"import {archive}") from error
-    return make_target(path, tree, stored, of_tree, whole=True, deletions=())
 
 
 def _packed(stream: "_Expanded", sink: BinaryIO, archive: Path) -> Tree:
@@ -257,11 +253,7 @@ def create_snapshot(settings: Settings, targets: Sequence[str], name: str = "") 
 
     Raises: InvalidInputError, NotFoundError; BusyError if something writes to them meanwhile.
     """
-    if name and not is_name(name):
-        raise InvalidInputError(
-            f"{name!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
-        )
-
+    _check_name(name)
     paths = declared_targets(targets, str(Path.cwd())).paths
     hosts = [resolve_in_root(_ROOT, path) for path in paths]
     with locked(settings.run_dir, hosts, deadline_s=settings.deadline_s):

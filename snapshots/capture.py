@@ -24,14 +24,13 @@ from msgspec import Struct, field
 import bootseer
 from bootseer.base.progress import ProgressBar
 from bootseer.base.redact import redact
-from bootseer.blob import index
 from bootseer.blob.pack.packing import ReusedFiles, pack_directory
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.linux.private_files import private_directory
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import privileged, publish, publish_target, stored_index
+from bootseer.snapshots.catalogue import privileged, publish, store_target
 from bootseer.snapshots.key_parts import Part, fingerprint
 from bootseer.snapshots.layers import WHITEOUT, Layers, Written, written
 from bootseer.snapshots.manifest import (
@@ -39,8 +38,6 @@ from bootseer.snapshots.manifest import (
     OUTSIDE_PATHS_MAX,
     Manifest,
     Outside,
-    Stored,
-    StoredIndex,
     Target,
 )
 from bootseer.snapshots.scan import Scan, diff, text_of
@@ -87,7 +84,7 @@ def capture(
         folder = private_directory(cache_dir / "snapshots")
         # The file has no name, so it ends with the process.
         with tempfile.TemporaryFile(dir=folder) as file:
-            tree, blob = _pack(change, paths, cast(BinaryIO, file), others)
+            tree = _pack(change, paths, cast(BinaryIO, file), others)
             if inodes := privileged(tree):
                 logger.warning(
                     "%d files in %s have set-user-ID or set-group-ID bits or capabilities: nodes "
@@ -95,43 +92,17 @@ def capture(
                     len(inodes),
                     text_of(change.path),
                 )
-            encoded = index.encode(tree)
-            stored = stored_index(encoded)
-            data = Path(f"/proc/self/fd/{file.fileno()}")
-            publish_target(store, blob, data, stored, encoded, replace=replace)
+            return store_target(
+                *(store, change.path, tree, cast(BinaryIO, file)),
+                whole=len(change.before) <= 1,
+                deletions=difference.deleted,
+                replace=replace,
+            )
     except BootseerError:
         raise
     except OSError as error:
         what = f"capture {text_of(change.path)} by way of {cache_dir / 'snapshots'}"
         raise from_oserror(error, what) from error
-    whole = len(change.before) <= 1
-    return make_target(change.path, tree, blob, stored, whole=whole, deletions=difference.deleted)
-
-
-def make_target(
-    path: bytes,
-    tree: Tree,
-    blob: Stored,
-    stored: StoredIndex,
-    *,
-    whole: bool,
-    deletions: tuple[bytes, ...],
-) -> Target:
-    """Return the manifest entry of a tree with its content in `blob`, encoded as `stored`."""
-    return Target(
-        path=path,
-        whole=whole,
-        blob=blob,
-        index=stored,
-        deletions=deletions,
-        file_count=tree.name_count,
-        content_bytes=sum(
-            tree.columns.size_bytes[number]
-            for number in range(tree.inode_count)
-            if stat.S_ISREG(tree.columns.mode[number])
-        ),
-        earlier=tuple(Stored(one.digest, one.size_bytes) for one in tree.blobs[1:]),
-    )
 
 
 def is_device(change: Change, path: bytes) -> bool:
@@ -143,16 +114,14 @@ def is_device(change: Change, path: bytes) -> bool:
     return False
 
 
-def _pack(
-    change: Change, paths: Sequence[bytes], file: BinaryIO, others: ReusedFiles
-) -> tuple[Tree, Stored]:
+def _pack(change: Change, paths: Sequence[bytes], file: BinaryIO, others: ReusedFiles) -> Tree:
     total = sum(
         change.after[path].size_bytes
         for path in paths
         if stat.S_ISREG(change.after[path].mode) and path not in others.files
     )
     with ProgressBar(f"packing {text_of(change.path)}", total) as progress:
-        tree = pack_directory(
+        return pack_directory(
             change.host,
             file,
             paths=paths,
@@ -160,9 +129,6 @@ def _pack(
             identities=change.identities,
             on_progress=progress.advance,
         )
-    file.flush()
-    blob = tree.blobs[0]
-    return tree, Stored(blob.digest, blob.size_bytes)
 
 
 def make_manifest(
@@ -323,7 +289,7 @@ def _not_open(paths: Sequence[str]) -> tuple[str, ...]:
     """Return the paths, sorted, without those that a visible process has open for writing."""
     left = set(paths)
     end = time.monotonic() + _OPEN_LOOK_S
-    for folder in _process_folders() if left else ():
+    for folder in Path("/proc").glob("[0-9]*") if left else ():
         if time.monotonic() > end:
             break
         try:
@@ -336,13 +302,6 @@ def _not_open(paths: Sequence[str]) -> tuple[str, ...]:
         except (OSError, ValueError, IndexError):
             continue  # gone, or somebody else's
     return tuple(sorted(left))
-
-
-def _process_folders() -> list[str]:
-    try:
-        return [f"/proc/{name}" for name in os.listdir("/proc") if name.isdecimal()]
-    except OSError:
-        return []
 
 
 def _identity(folder: str) -> tuple[int, int] | None:

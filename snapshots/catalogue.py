@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from msgspec import Struct
 
@@ -201,16 +202,40 @@ def stored_index(encoded: bytes) -> StoredIndex:
     return StoredIndex(index.digest(encoded), len(encoded), digests_of(encoded))
 
 
-def publish_target(
-    store: Store, blob: Stored, data: Path, tree: Stored, encoded: bytes, *, replace: bool
-) -> None:
-    """Store a target's blob and its encoded tree.
+def store_target(
+    store: Store,
+    path: bytes,
+    tree: Tree,
+    file: BinaryIO,
+    *,
+    whole: bool,
+    deletions: tuple[bytes, ...] = (),
+    replace: bool = False,
+) -> Target:
+    """Store a target's blob, which `file` holds, and its encoded tree; return its manifest entry.
 
     Objects that exist are not sent again, unless `replace`: then a reader found them damaged.
     """
+    file.flush()
+    encoded = index.encode(tree)
+    blob, *earlier = (Stored(one.digest, one.size_bytes) for one in tree.blobs)
+    target = Target(
+        path=path,
+        whole=whole,
+        blob=blob,
+        index=stored_index(encoded),
+        deletions=deletions,
+        file_count=tree.name_count,
+        content_bytes=sum(
+            size_bytes
+            for size_bytes, mode in zip(tree.columns.size_bytes, tree.columns.mode, strict=True)
+            if stat.S_ISREG(mode)
+        ),
+        earlier=tuple(earlier),
+    )
     for key, size_bytes, content in (
-        (blob_key(blob.digest), blob.size_bytes, data),
-        (index_key(tree.digest), tree.size_bytes, encoded),
+        (blob_key(blob.digest), blob.size_bytes, Path(f"/proc/self/fd/{file.fileno()}")),
+        (index_key(target.index.digest), target.index.size_bytes, encoded),
     ):
         with ProgressBar("storing", size_bytes) as progress:
             pieces = _Pieces(content, progress) if isinstance(content, Path) else content
@@ -219,6 +244,7 @@ def publish_target(
                 store, key, size_bytes
             ):
                 store.publish(key, pieces, replace=True)
+    return target
 
 
 def _is_other(store: Store, key: str, size_bytes: int) -> bool:
