@@ -202,7 +202,6 @@ class _State(Struct):
     """Files that the script has certainly made or replaced."""
 
     def copy(self) -> "_State":
-        """Return an independent copy."""
         return _State(self.directory, set(self.bound), set(self.made))
 
 
@@ -219,7 +218,6 @@ class _Reader:
 
     @property
     def hints(self) -> Hints:
-        """Hints found so far."""
         return merged(*self._found)
 
     def add(self, hints: Hints) -> None:
@@ -228,11 +226,9 @@ class _Reader:
             self._found.append(hints)
 
     def opaque(self, what: str) -> None:
-        """Add something that was not understood."""
         self.add(Hints(opaque=(what,)))
 
     def script(self, text: str, *, is_output_used: bool = False) -> None:
-        """Add the hints of the text of a script."""
         if self._depth > _DEPTH_MAX:
             self.opaque("a script in a script in a script")
             return

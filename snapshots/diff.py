@@ -125,7 +125,6 @@ def _packages_in(trees: "Iterable[Tree]") -> dict[Package, str]:
 def _compare_packages(
     before: Mapping[Package, str], after: Mapping[Package, str]
 ) -> tuple[PackageChange, ...]:
-    """Return the packages that differ, sorted."""
     return tuple(
         PackageChange(package, before.get(package), after.get(package))
         for package in sorted({*before, *after})

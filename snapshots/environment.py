@@ -922,7 +922,6 @@ class _SetUp:
         setup_s: float = 0.0,
         changed_outside: tuple[str, ...] = (),
     ) -> SetupResult:
-        """Return the result by now."""
         return SetupResult(
             how=how,
             fingerprint=self.key,

@@ -60,7 +60,6 @@ class _InputDigest(Struct, frozen=True):
 
 
 def _bytes_digest(data: bytes) -> _InputDigest:
-    """Return the digest of content in memory."""
     return _InputDigest("sha256:" + Sha256(data).hexdigest())
 
 
@@ -555,34 +554,27 @@ def collect_inputs(
     return collector.collected()
 
 
-class _Collector:
-    def __init__(
-        self,
-        place: WorkingDirectory,
-        outputs: Sequence[bytes],
-        environ: Mapping[str, str],
-        find: Callable[[str], str | None],
-    ) -> None:
-        self._place = place
-        self._outputs = outputs
-        self._environ = environ
-        self._find = find
-        self._parts: dict[str, Part] = {}
-        self._found: list[str] = []
-        self._has_directory = False
-        self._requirements: list[str] = []
-        self._constraints: list[str] = []
-        self._open: list[str] = []
-        self._opaque: list[str] = []
-        self._rough: list[str] = []
-        self._variables: set[str] = set()
-        self._scripts: dict[str, str] = {}
-        self._tools: set[str] = set()
-        self._lists: list[str] = []
-        self._lines: dict[str, _Requirements] = {}
-        self._free: set[str] = set()
-        self._guessed_bytes = 0
-        self._word_count = 0
+class _Collector(Struct):
+    _place: WorkingDirectory
+    _outputs: Sequence[bytes]
+    _environ: Mapping[str, str]
+    _find: Callable[[str], str | None]
+    _parts: dict[str, Part] = {}
+    _found: list[str] = []
+    _has_directory: bool = False
+    _requirements: list[str] = []
+    _constraints: list[str] = []
+    _open: list[str] = []
+    _opaque: list[str] = []
+    _rough: list[str] = []
+    _variables: set[str] = set()
+    _scripts: dict[str, str] = {}
+    _tools: set[str] = set()
+    _lists: list[str] = []
+    _lines: dict[str, _Requirements] = {}
+    _free: set[str] = set()
+    _guessed_bytes: int = 0
+    _word_count: int = 0
 
     def collected(self) -> Inputs:
         parts = sorted(self._parts.values())

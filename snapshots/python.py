@@ -7,7 +7,6 @@ the answers on the node.
 import contextlib
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol, Unpack
@@ -21,6 +20,7 @@ from bootseer.errors import BootseerError, CorruptError
 from bootseer.linux.private_files import read_private_file, write_private_file
 from bootseer.linux.root_paths import WorkingDirectory, find_program
 from bootseer.linux.scripts import RunOptions
+from bootseer.snapshots.commands import PYTHON
 from bootseer.snapshots.key_parts import Part
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ PROBE_TIMEOUT_S = 300.0
 """Limit of an interpreter's answer. It may be read from an image that is on its way; without its
 answer the key is another one, and the set-up is made anew."""
 _OUTPUT_BYTES_MAX = 256 * 1024
-_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
 # List of the host's shared libraries, which is rewritten when one is installed.
 _LIBRARIES = "/etc/ld.so.cache"
 _DECIDING = ("HOME", "LD_LIBRARY_PATH", "__PYVENV_LAUNCHER__")
@@ -121,7 +120,7 @@ def find_python(place: WorkingDirectory, words: Sequence[str], search_path: str)
         program = find_program(place.root, word, search_path, place.directory)
         if program is None:
             continue
-        if _PYTHON.fullmatch(program.rpartition("/")[2]):
+        if PYTHON.fullmatch(program.rpartition("/")[2]):
             return program
         folder = program.rpartition("/")[0]
         for candidate in (_shebang(place.host(program)), f"{folder}/python3", f"{folder}/python"):
@@ -153,7 +152,7 @@ def _shebang(script: Path) -> str:
     except OSError:
         return ""
     words = os.fsdecode(line[2:]).split() if line.startswith(b"#!") else []
-    if words and _PYTHON.fullmatch(words[0].rpartition("/")[2]):
+    if words and PYTHON.fullmatch(words[0].rpartition("/")[2]):
         return words[0]
     return ""
 

@@ -124,13 +124,8 @@ def choose(wanted: str, facts: Facts) -> Choice:
         return _refused(problem, "mounted") if problem else Choice(MOUNT, "it was asked for")
     if wanted == LINK:
         method, problem = _link_method(facts)
-        return _refused(problem, "linked") if problem else Choice(LINK, _said(method), method)
+        return _refused(problem, "linked") if problem else Choice(LINK, _SAID[method], method)
     return _automatic(facts)
-
-
-def fallback(error: str) -> Choice:
-    """Return the choice to extract, after another choice failed with `error`."""
-    return Choice(EXTRACT, error, is_refusal=True)
 
 
 def _refused(problem: str, done: str) -> Choice:
@@ -169,10 +164,10 @@ def _link_method(facts: Facts) -> tuple[str, str]:
     return OVERLAY, ""
 
 
-def _said(method: str) -> str:
-    if method == REFLINK:
-        return "files share their blocks with this node's cache"
-    return "an overlay over this node's cache"
+_SAID = {
+    REFLINK: "files share their blocks with this node's cache",
+    OVERLAY: "an overlay over this node's cache",
+}
 
 
 def _automatic(facts: Facts) -> Choice:
@@ -186,15 +181,15 @@ def _automatic(facts: Facts) -> Choice:
         # An image's root is removed with the job, so an extraction there would be repeated at
         # every start.
         if method:
-            return Choice(LINK, _said(method), method)
+            return Choice(LINK, _SAID[method], method)
         return Choice(EXTRACT, problem)
     if facts.has_trees and method == REFLINK:
-        return Choice(LINK, _said(method), method)
+        return Choice(LINK, _SAID[method], method)
     # Other files that are written to such a directory would vanish with the mount.
     holds_others = not facts.all_whole and not facts.is_throwaway
     problem = _why_not_mounted(facts)
     if problem and facts.has_trees and method and not holds_others:
-        return Choice(LINK, _said(method), method)
+        return Choice(LINK, _SAID[method], method)
     if problem:
         return Choice(EXTRACT, problem)
     if holds_others:
@@ -283,7 +278,7 @@ def restore_by_choice(
         except (CorruptError, NotFoundError):
             raise  # the snapshot itself
         except BootseerError as error:
-            choice = fallback(str(error))
+            choice = Choice(EXTRACT, str(error), is_refusal=True)
             warning = f"warning: {choice.sentence()}"
             logger.info("%s", warning)
     extraction = _Extraction(work)

@@ -100,7 +100,6 @@ class _Lexer:
             self.text = ""
 
     def run(self) -> None:
-        """Read all tokens."""
         text = self.text
         is_glued = False
         awaits_delimiter = ""

@@ -441,7 +441,6 @@ class _Reader:
         self._depth = 0
 
     def script(self, of: _Text, begin: int, end: int) -> None:
-        """Read the script in a part of `of`."""
         if self._depth == _DEPTH_MAX:
             of.hide(begin, end)
             return

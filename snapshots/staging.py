@@ -150,7 +150,6 @@ class _Staging(Struct, frozen=True):
 
     @property
     def tree(self) -> Path:
-        """Folder for the extracted files."""
         return self.directory / "tree"
 
     @property

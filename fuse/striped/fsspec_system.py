@@ -300,7 +300,6 @@ def _reopen(fs: AbstractFileSystem, path: str, identity: str, loc: int) -> Strip
 
 
 def _info(name: str, status: FileStatus) -> dict[str, Any]:
-    """Return fsspec's info dictionary of a name."""
     return {
         "name": name,
         "size": status.size_bytes,

@@ -13,7 +13,6 @@ from bootseer.snapshots.restore import (
     TARGETS_MAX,
     Facts,
     choose,
-    fallback,
 )
 
 SMALL = {"file_count": 1, "content_bytes": 1}
@@ -103,4 +102,3 @@ def test_every_choice_can_be_carried_out_by_extracting() -> None:
     for wanted in RESTORE_MODES:
         nothing = replace(ROOT, may_mount=False, has_fuse=False)
         assert choose(wanted, nothing).mode == EXTRACT
-    assert fallback("no overlay").sentence() == "extracted: no overlay"
