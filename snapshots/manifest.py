@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from bootseer.base.documents import BlobDigest, Count64, DocumentFormat, PathBytes
 from bootseer.errors import CorruptError
+from bootseer.settings import values
 from bootseer.snapshots.key_parts import Part, fingerprint
 from bootseer.snapshots.scan import checked_target, is_plain, text_of
 from bootseer.transfer.ranges import ChunkDigests
@@ -28,7 +29,6 @@ CACHE = "cache"
 
 _FOLDERS_SHOWN_MAX = 5
 _HEX = re.compile(r"[0-9a-f]{64}")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # Bounds far above real manifests; the deletions of a whole conda environment take 10 MB.
 Key = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _Text = Annotated[str, Meta(max_length=2**20)]
@@ -177,7 +177,7 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def is_name(text: str) -> bool:
     """Return whether `text` may be the name of a snapshot. 64 hex digits are a key, not a name."""
-    return bool(_NAME.fullmatch(text)) and not _HEX.fullmatch(text)
+    return values.is_name(text) and not _HEX.fullmatch(text)
 
 
 MANIFEST_BYTES_MAX = 128 * 1024 * 1024

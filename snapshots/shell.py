@@ -25,7 +25,6 @@ _TOKENS_MAX = 20_000
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _PLAIN = re.compile(r"[^\s;&|<>()\\'\"$`\x01-\x03]+")
 _WITH_DEFAULT = re.compile(r"([A-Za-z_]\w*):?[-=]([^$`'\"\\{}]*)")
-_PARAMETER = re.compile(r"[A-Za-z_]\w*")
 
 
 class Token(Struct):
@@ -272,7 +271,7 @@ class _Lexer:
     def _read_parameter(self, inner: str) -> None:
         """Read the text between the braces of `${...}`."""
         word = self.word
-        match = _PARAMETER.match(inner.lstrip("#!"))
+        match = _NAME.match(inner.lstrip("#!"))
         word.variables += [match[0]] if match else []
         if match and match[0] == inner:
             word.text += variable(inner)

@@ -13,7 +13,7 @@ from bootseer.errors import InvalidInputError, PermissionDeniedError
 from bootseer.fanout.hostlist import HOSTS_MAX
 from bootseer.fuse.striped.mounted.options import parse_options
 from bootseer.prefetch.index.source_names import REGISTRY
-from bootseer.settings.values import parse_size
+from bootseer.settings import values
 from bootseer.snapshots.manifest import is_name
 
 _START = ("job", "submission", "attempt", "rank")
@@ -43,7 +43,6 @@ _ID_MAX = 2**32 - 2
 _REMOTE = re.compile(
     r"(?:hdfs|viewfs|webhdfs|s3|s3a|gs|gcs|az|abfs|abfss|adl|oss)://[^/?#]+(?:/[^?#]*)?"
 )
-_WORKLOAD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # Keys of a Secret that a server gets as variables. Others, such as LD_PRELOAD, could run any code.
 _SECRETS = frozenset(
     (
@@ -210,7 +209,7 @@ def _check_nodes(given: Mapping[str, str]) -> None:
 
 def _workload(given: Mapping[str, str]) -> str:
     workload = given.get("workload", "")
-    if workload and not _WORKLOAD.fullmatch(workload):
+    if workload and not values.is_name(workload):
         raise InvalidInputError(f"the volume's workload {_shown(workload)} is not a valid name")
     return workload
 
@@ -222,7 +221,7 @@ def _environment(given: Mapping[str, str]) -> EnvironmentVolume:
     writable = _switch(given, "writable")
     if "size" in given and not writable:
         raise InvalidInputError("the volume has a size, which only a writable volume can have")
-    size_bytes = parse_size(given.get("size", _SIZE_DEFAULT)) if writable else 0
+    size_bytes = values.parse_size(given.get("size", _SIZE_DEFAULT)) if writable else 0
     if writable and size_bytes < _SIZE_MIN_BYTES:
         raise InvalidInputError("the volume's size is less than 1MiB")
     target = given.get("target", "")
@@ -255,7 +254,7 @@ def _option(name: str, text: str) -> str:
         return name if _switch({name: text}, name) else "rw"
     if "," in text:
         raise InvalidInputError(f"the volume's attribute {name} has a comma: {_shown(text)}")
-    if name == "memory" and parse_size(text) > _MEMORY_MAX_BYTES:
+    if name == "memory" and values.parse_size(text) > _MEMORY_MAX_BYTES:
         raise PermissionDeniedError(
             f"the volume's memory {_shown(text)} is more than 4GiB: all mounts of the node share "
             "their memory, and all servers are killed if it is used up"

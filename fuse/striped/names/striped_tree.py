@@ -666,6 +666,3 @@ def _is_same(view: FileView, other: FileView) -> bool:
     if view.layout is not None or other.layout is not None:
         return view.identity == other.identity
     return view.plain_version == other.plain_version
-
-
-_log = logging.getLogger(__name__)
