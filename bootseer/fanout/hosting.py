@@ -476,7 +476,8 @@ class _Objects:
         room = os.statvfs(self._folder)
         if chunks.offsets[-1] > room.f_bavail * room.f_frsize * _SPARE_SHARE:
             raise NoSpaceError(f"{self._folder} has no room for {chunks.offsets[-1]} bytes")
-        path = self._folder / f"{os.getpid()}-{name.hex()}"
+        # Processes in containers may share the folder, and have the same process id.
+        path = self._folder / f"{os.urandom(8).hex()}-{name.hex()}"
         fetcher = self._fetcher(wanted.url)
         origin = _StoredChunks(wanted, chunks, fetcher)
         self._exchange.join(
