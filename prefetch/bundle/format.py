@@ -131,7 +131,7 @@ class BundleFrame(Struct, frozen=True):
     extents: tuple[BundleExtent, ...]
     positions: tuple[int, ...]
     """Offset of each extent in the frame's content. A bundle as stored has no gaps between them; in
-    a translated one (`bundle.translation`) some of the content may belong to no extent."""
+    a translated one (`bundle.similar`) some of the content may belong to no extent."""
 
 
 class Bundle(Struct, frozen=True):

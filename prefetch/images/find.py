@@ -24,10 +24,10 @@ from bootseer.prefetch.index.catalogue import (
     check_blobs,
     check_reference,
     find_image,
+    is_source,
     load_start_index,
 )
 from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue, vouched_streams
-from bootseer.prefetch.index.source_names import is_source
 from bootseer.prefetch.publish.publishing import start_image_publisher
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_own_store

@@ -43,6 +43,7 @@ from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
 from bootseer.prefetch.cache.whole_stream import ROOM_BYTES
 from bootseer.prefetch.images.find import Say, image_by_name, image_on_node, remember
 from bootseer.prefetch.index.catalogue import (
+    REGISTRY,
     check_blobs,
     check_streams,
     find_image,
@@ -51,7 +52,6 @@ from bootseer.prefetch.index.catalogue import (
 from bootseer.prefetch.index.merge import LayerTree, merge_layers
 from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.index.source_names import REGISTRY
 from bootseer.prefetch.publish.indexing import change_time_ns, describe_image, stored_layer
 from bootseer.prefetch.sources import open_source
 from bootseer.prefetch.sources.model import ImageSource, Layer

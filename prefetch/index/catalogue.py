@@ -1,4 +1,4 @@
-"""The catalogue of a store: the keys, records and trees of its images and layers.
+"""The catalogue of a store: the names, keys, records and trees of its images and layers.
 
 docs/format/image.md describes the objects. The index digest in a record determines all bytes of the
 image; an index is compared with its digest at every use. Thread-safe: functions and frozen objects
@@ -320,3 +320,32 @@ def _stored_index(store: Store, digest: str, name: str) -> bytes:
         raise CorruptError(
             f"the index of {name} is missing in {store.url}; index it again"
         ) from error
+
+
+# ---- names of sources ----------------------------------------------------------------------------
+
+# Prefixes, and functions that tell sources from names in the store. They are here and not in
+# `sources`, which most starts do not load, because they name an image of the store.
+
+
+REGISTRY = "registry://"
+DOCKER = "docker://"
+OCI_LAYOUT = "oci:"
+ARCHIVES = ("docker-archive:", "oci-archive:")
+
+_IN_REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/.+")
+"""The first part of the name can only be a host, by Docker's rule."""
+
+
+def registry_name(reference: str) -> str | None:
+    """Return the source `registry://...` of an image named `HOST/NAME:TAG`.
+
+    Return None for a name without a host, from which no registry can be told.
+    """
+    return f"{REGISTRY}{reference}" if _IN_REGISTRY.fullmatch(reference) else None
+
+
+def is_source(text: str) -> bool:
+    """Return whether `text` names a source instead of an image in the store."""
+    prefixes = (DOCKER, REGISTRY, OCI_LAYOUT, *ARCHIVES)
+    return text.startswith(prefixes) or ("/" in text and Path(text).exists())

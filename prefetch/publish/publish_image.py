@@ -23,11 +23,10 @@ from bootseer.errors import (
     NotFoundError,
 )
 from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache, hold_lock_file
-from bootseer.prefetch.index.catalogue import load_tree
+from bootseer.prefetch.index.catalogue import load_tree, registry_name
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.node_catalogue import NodeCatalogue, NodeLayer
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.index.source_names import registry_name
 from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
 from bootseer.prefetch.sources.files import open_content

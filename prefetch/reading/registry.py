@@ -23,8 +23,7 @@ from bootseer.blob.keys import POINTS, blob_key
 from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, CorruptError, DeadlineError, NotFoundError
 from bootseer.prefetch.cache.node_cache import NodeCache, is_stored, replacement_key
-from bootseer.prefetch.index.catalogue import load_index
-from bootseer.prefetch.index.source_names import REGISTRY, registry_name
+from bootseer.prefetch.index.catalogue import REGISTRY, load_index, registry_name
 from bootseer.settings.config import Settings
 from bootseer.store import Store
 from bootseer.transfer.attempt import Attempt

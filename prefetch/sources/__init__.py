@@ -15,13 +15,13 @@ Public: `open_source`, `ImageSource`, `Layer`, `files.open_content`, `layer_tar`
 from pathlib import Path
 
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
+from bootseer.prefetch.index.catalogue import ARCHIVES, DOCKER, OCI_LAYOUT, REGISTRY
 from bootseer.prefetch.index.records import ImageConfig
-from bootseer.prefetch.index.source_names import ARCHIVES, DOCKER, OCI_LAYOUT, REGISTRY
-from bootseer.prefetch.sources.docker_engine import open_docker_image
 from bootseer.prefetch.sources.files import (
     LAYOUT_MARKER,
     open_directory,
     open_docker_archive,
+    open_docker_image,
     open_oci_layout,
     open_stored_layout,
     split_tag,

@@ -1,12 +1,13 @@
 """Images in files: root file systems, OCI layouts, archives of `docker save`, containerd's store.
 
-Every file is read where it lies; nothing is unpacked. The kinds of source:
+Nothing is unpacked, and every file is read where it lies. The kinds of source:
 
 - a directory, as `docker export` or debootstrap leave it: one layer that has no digest beforehand,
   so that it is read whole at every indexing;
 - an OCI layout, in a directory or on shared storage, as skopeo, umoci and buildkit write it;
 - a tar archive of `docker save`, which holds `manifest.json` and, since Docker 25, an OCI layout;
-- containerd's content store: blobs named by digest, without an index and without image names.
+- containerd's content store: blobs named by digest, without an index and without image names;
+- an image in a Docker engine, whose archive is copied to a file first.
 
 Functions and frozen objects; any thread.
 """
@@ -18,12 +19,15 @@ import posixpath
 import re
 import stat
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.blob.pack.packing import pack_directory, tar_directory
 from bootseer.errors import (
@@ -31,9 +35,11 @@ from bootseer.errors import (
     CorruptError,
     InvalidInputError,
     NotFoundError,
+    UnavailableError,
     UnknownFormatError,
     from_oserror,
 )
+from bootseer.linux.private_files import make_private_directory
 from bootseer.prefetch.index.chains import chain_ids
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import ImageConfig
@@ -45,8 +51,12 @@ from bootseer.prefetch.sources.documents import (
     read_layout,
 )
 from bootseer.prefetch.sources.model import ImageSource, Sink, TarLayer, layer_count_checked
+from bootseer.prefetch.sources.stream import ReadAhead
 from bootseer.registry.documents import DOCUMENT_BYTES_MAX, Descriptor
 from bootseer.store import Backend, open_backend
+
+if TYPE_CHECKING:
+    from docker.client import DockerClient
 
 LAYOUT_MARKER = "oci-layout"
 """The file that marks a directory as an OCI layout."""
@@ -416,3 +426,86 @@ def _digest_in_name(path: str) -> str | None:
     """
     stem = posixpath.basename(path).removesuffix(".json")
     return f"sha256:{stem}" if _HEX.fullmatch(stem) else None
+
+
+# ---- images in a Docker engine -------------------------------------------------------------------
+
+# The Docker SDK streams the archive of `docker save` into a temporary file without a name, which is
+# then read as an archive. The file vanishes with this process, even if it is killed.
+
+
+_CHUNK_BYTES = 2**20
+_DEADLINE_S = 60
+"""Deadline of each read of the engine's answer, not of the whole image. `ReadAhead`, which waits at
+most 300 s for each MiB, gives up an engine that sends only a byte now and then."""
+
+
+def open_docker_image(name: str, work_dir: Path) -> ImageSource:
+    """Copy the image `name` out of the engine that DOCKER_HOST names, or the default one.
+
+    Raises: UnavailableError if no engine answers; NotFoundError; NoSpaceError; and as
+    `open_docker_archive`.
+    """
+    # Imported late: the SDK costs more than most commands take.
+    import requests
+    from docker.client import DockerClient
+    from docker.errors import APIError, DockerException, ImageNotFound
+
+    if not name:
+        raise InvalidInputError(
+            "docker:// needs the name of an image, such as docker://python:3.12"
+        )
+    with ExitStack() as stack:
+        try:
+            client = DockerClient.from_env(timeout=_DEADLINE_S)
+            stack.callback(client.close)
+            ahead = ReadAhead(_archive_chunks(client, name), "docker-save")
+            stack.callback(ahead.close)
+            path = _copy(iter(lambda: ahead.read(_CHUNK_BYTES), b""), name, work_dir, stack)
+        except ImageNotFound as error:
+            raise NotFoundError(
+                f"the Docker engine has no image {name!r}; docker pull it first"
+            ) from error
+        except APIError as error:
+            raise UnavailableError(f"the Docker engine refused {name!r}: {error}") from error
+        except (DockerException, requests.RequestException) as error:
+            raise UnavailableError(
+                f"no Docker engine answers ({_reason(error)}); start it, or set DOCKER_HOST, or "
+                "index a `docker save` archive instead"
+            ) from error
+        source = open_docker_archive(path)
+        keep = stack.pop_all()
+        return replace(source, reference=_with_tag(name), release=keep.close)
+
+
+def _archive_chunks(client: "DockerClient", name: str) -> Iterator[bytes]:
+    yield from client.images.get(name).save(_CHUNK_BYTES, named=True)
+
+
+def _copy(chunks: Iterator[bytes], name: str, work_dir: Path, stack: ExitStack) -> Path:
+    try:
+        make_private_directory(work_dir)
+        file = stack.enter_context(tempfile.TemporaryFile(dir=work_dir))  # noqa: SIM115
+        for chunk in chunks:
+            file.write(chunk)
+        file.flush()
+    except OSError as error:
+        if error.errno is None:
+            raise  # An error of the engine, not of the disk.
+        raise from_oserror(error, f"copy the image {name!r} to {work_dir}") from error
+    # A file without a name can be opened again by its descriptor.
+    return Path(f"/proc/self/fd/{file.fileno()}")
+
+
+def _with_tag(name: str) -> str:
+    """Return "python:latest" for "python", as the engine does."""
+    last = name.rpartition("/")[2]
+    return name if ":" in last or "@" in last else f"{name}:latest"
+
+
+def _reason(error: Exception) -> str:
+    """Return the innermost cause in one line: the SDK wraps it four times."""
+    cause: BaseException = error
+    while cause.__cause__ or cause.__context__:
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+    return str(cause).splitlines()[0][:200] if str(cause) else type(cause).__name__

@@ -12,7 +12,7 @@ from bootseer.base.redact import public_url
 from bootseer.errors import InvalidInputError, PermissionDeniedError
 from bootseer.fanout.hostlist import HOSTS_MAX
 from bootseer.fuse.striped.mounted.options import parse_options
-from bootseer.prefetch.index.source_names import REGISTRY
+from bootseer.prefetch.index.catalogue import REGISTRY
 from bootseer.settings import values
 from bootseer.snapshots.manifest import is_name
 

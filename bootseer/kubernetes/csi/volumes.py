@@ -64,8 +64,8 @@ from bootseer.linux import mount_table, namespaces
 from bootseer.linux.overlay import mount_layers
 from bootseer.linux.private_files import private_directory, write_private_file
 from bootseer.prefetch.images.find import image_by_name, publish_later, resolve_image
+from bootseer.prefetch.index.catalogue import REGISTRY
 from bootseer.prefetch.index.node_catalogue import FoundImage
-from bootseer.prefetch.index.source_names import REGISTRY
 from bootseer.prefetch.snapshotter.lazy_trees import LazyTrees
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
 from bootseer.served.service import VOLUME, find_checkpoints

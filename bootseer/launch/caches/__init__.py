@@ -1,8 +1,8 @@
 """Kept caches: files that compilers and frameworks made in one start, restored before later starts.
 
 - `known`: the caches that frameworks name by environment variables
-- `machine`, `packages`: facts about the node that decide whether a cached file can be used
-- `finding`: the caches of one start, each with its key
+- `packages`: the Python of a command, and the versions of its packages
+- `finding`: the caches of one start, each with its key, and the facts about the node in the key
 - `contents`, `units`: which files of a folder are kept, and which of them belong together
 - `restoring`: store to folder; `publishing`: folder to store, by one node at a time
 - `run`: the stage of a start; `duty`: publishing by the attendant

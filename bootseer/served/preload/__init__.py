@@ -3,7 +3,7 @@
 `launching` begins that process, the preloader, for a program that `programs` recognises. The
 preloader runs as the job's own interpreter (`server`, `importing`, `checks`). `shim` is
 the program that a launcher such as torchrun starts in place of the interpreter, or that is started
-in place of the launcher; `worker` and `guard` run in the forked processes; `preloaded` gives them
+in place of the launcher; `worker` runs in the forked processes; `preloaded` gives them
 the modules; `record` writes the list of modules for the next start. All but `launching` and
 `programs` import only the standard library, since they run in the job's environment.
 """

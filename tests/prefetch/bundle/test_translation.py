@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
-from bootseer.prefetch.bundle import translation as rebuilt
+from bootseer.prefetch.bundle import similar
 from bootseer.prefetch.bundle.format import (
     SECTOR_BYTES,
     Bundle,
@@ -22,7 +22,7 @@ from bootseer.prefetch.bundle.format import (
     sectors_of,
     write_bundle,
 )
-from bootseer.prefetch.bundle.translation import shared_streams, translate
+from bootseer.prefetch.bundle.similar import shared_streams, translate
 from bootseer.prefetch.index.merge import merge_layers
 from bootseer.prefetch.sources.layer_tar import pack_layer
 from testbed.images.building import Member, digest, tar_of
@@ -191,7 +191,7 @@ def test_content_that_is_there_twice_comes_once() -> None:
 
 
 def test_of_a_huge_bundle_only_the_beginning_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rebuilt, "EXTENT_COUNT_MAX", 10)
+    monkeypatch.setattr(similar, "EXTENT_COUNT_MAX", 10)
     image = image_of(BASE)
     bundle, _ = bundle_of(image, whole_files(image, [m.name.encode() for m in BASE]), 2048)
     translated = translate(bundle, image.tree, image.tree, NEW)

@@ -15,8 +15,7 @@ from bootseer.errors import (
     UnknownFormatError,
     UnsupportedError,
 )
-from bootseer.prefetch.index.catalogue import check_reference
-from bootseer.prefetch.index.source_names import is_source
+from bootseer.prefetch.index.catalogue import check_reference, is_source
 from bootseer.prefetch.sources import ImageSource, open_source
 from bootseer.prefetch.sources.registry import store_name
 from bootseer.registry.client import RegistryClient, open_registry_client

@@ -11,10 +11,9 @@ import pytest
 
 from bootseer.errors import UnsupportedError
 from bootseer.fuse.kernel.server import FuseServer
-from bootseer.prefetch.warm import opens
-from bootseer.prefetch.warm.opens import InotifyWatch, directories
+from bootseer.prefetch.warm import recording as recording_module
 from bootseer.prefetch.warm.record import FileRange, decode, encode
-from bootseer.prefetch.warm.recording import WarmRecording
+from bootseer.prefetch.warm.recording import InotifyWatch, WarmRecording, directories
 from bootseer.prefetch.warm.residency import has_fowner
 from testbed.mounts.fuse_mount import check_python, mounted, short_options
 from testbed.mounts.slow_fs import SlowFileSystem
@@ -188,7 +187,7 @@ def test_inotify_sees_a_command_with_mounts_of_its_own(
 def test_a_tree_with_too_many_directories_is_recorded_by_its_pages(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opens, "DIRECTORY_COUNT_MAX", 1)
+    monkeypatch.setattr(recording_module, "DIRECTORY_COUNT_MAX", 1)
     with pytest.raises(UnsupportedError, match="more directories"):
         WarmRecording(str(source), "inotify")
     recording = WarmRecording(str(source), "auto")

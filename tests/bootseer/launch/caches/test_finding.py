@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError
-from bootseer.launch.caches import machine
+from bootseer.launch.caches import finding
 from bootseer.launch.caches.finding import Cache, CacheJob, KeepRequest, find_caches
 from bootseer.launch.caches.known import data_cache_path
 from bootseer.launch.caches.packages import python_of
@@ -180,7 +180,7 @@ def test_the_script_of_an_environment_tells_its_python(host: Host) -> None:
 
 
 def test_gpus_and_drivers_are_read_from_the_kernel(tmp_path: Path) -> None:
-    assert {part.value for part in machine.gpu_parts(tmp_path)} == {"none"}
+    assert {part.value for part in finding.gpu_parts(tmp_path)} == {"none"}
     for number in range(2):
         gpu = tmp_path / f"proc/driver/nvidia/gpus/{number}"
         gpu.mkdir(parents=True)
@@ -188,15 +188,15 @@ def test_gpus_and_drivers_are_read_from_the_kernel(tmp_path: Path) -> None:
     (tmp_path / "proc/driver/nvidia/version").write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22\n"
     )
-    parts = machine.gpu_parts(tmp_path)
+    parts = finding.gpu_parts(tmp_path)
     assert {part.name: part.value for part in parts} == {
         "gpu": "nvidia NVIDIA H100",
         "driver": "nvidia 550.54.14",
     }
-    assert machine.vendors(parts) == {"nvidia"}
+    assert finding.vendors(parts) == {"nvidia"}
 
 
 def test_only_instructions_count_of_a_processors_flags(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("model name: x\nflags\t: fpu avx2 ibrs avx512f md_clear\n")
-    parts = {part.name: part.value for part in machine.cpu_parts(tmp_path)}
+    parts = {part.name: part.value for part in finding.cpu_parts(tmp_path)}
     assert parts["cpu instructions"] == "avx2 avx512f fpu"
