@@ -133,7 +133,7 @@ def scan(directory: Path) -> Scan:
     try:
         root = os.fstat(fd)
         found[b""] = entry_of(root)
-        _scan_into(found, fd, b"", root.st_dev)
+        _scan_into(found, fd, root.st_dev)
     except OSError as error:
         raise from_oserror(error, f"scan {directory}") from error
     finally:
@@ -141,9 +141,9 @@ def scan(directory: Path) -> Scan:
     return found
 
 
-def _scan_into(found: dict[bytes, Entry], top: int, prefix: bytes, device: int) -> None:
+def _scan_into(found: dict[bytes, Entry], top: int, device: int) -> None:
     # A stack of paths instead of recursion: any depth, one descriptor open at a time.
-    stack = [prefix]
+    stack = [b""]
     while stack:
         prefix = stack.pop()
         fd = top

@@ -494,7 +494,7 @@ def image_cache(trim_bytes: int | None, verify: bool) -> ImageCache:
     settings = current_settings()
     node = NodeCache(settings.cache_dir)
     if trim_bytes is not None:
-        CacheRoom(settings.cache_dir, trim_bytes).make()
+        CacheRoom(settings.cache_dir, trim_bytes).make_room()
     damaged_bytes = None
     if verify:
         damaged_bytes = recheck_indexes(settings.cache_dir)

@@ -21,7 +21,6 @@ from bootseer.served.status import StatusEntry
 CHECKPOINTS = ("checkpoints", "volume")
 _COLUMNS = ("kind", "what", "where", "since", "server", "users", "health")
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-_PUBLISH_S = 10.0
 
 # ---- status -----------------------------------------------------------------------------------
 
@@ -357,5 +356,5 @@ def slurm_epilog() -> None:
     job = os.environ.get("SLURM_JOB_ID", "")
     tidy(settings, job, say)
     if job:
-        publish_killed(settings, job, _PUBLISH_S)
-    CacheRoom(settings.cache_dir, settings.cache_limit_bytes).make()
+        publish_killed(settings, job)
+    CacheRoom(settings.cache_dir, settings.cache_limit_bytes).make_room()

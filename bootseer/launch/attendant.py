@@ -73,9 +73,11 @@ _NICENESS = 15
 _ENDING = frozenset((signal.SIGTERM, signal.SIGINT))
 _SWEEP_S = 60.0
 _END_S = 5.0
-_LOOK_FIRST_S, _LOOK_MAX_S = 0.5, 16.0
-_KEPT_S = 2 * 86400.0
+_SCRATCH_PAUSE_FIRST_S, _SCRATCH_PAUSE_MAX_S = 0.5, 16.0
+_LOGS_KEPT_S = 2 * 86400.0
 _FILE_BYTES_MAX = 1 << 20
+_PUBLISH_KILLED_S = 10.0
+"""Limit for each start of `publish_killed`."""
 
 
 class _AttendantPlan(Struct, frozen=True):
@@ -118,7 +120,8 @@ class Attendant:
         """Write this launcher's note, and begin the attendant unless the start has one already.
 
         Call it before this process has threads or enters a namespace. Never raises: a failure is
-        one warning. `is_needed`: whether the start may have more for it than to publish timelines.
+        one warning. `is_needed`: whether the start needs an attendant for anything besides
+        publishing its timeline.
         """
         settings = self._settings
         publishes = self._publishes = timeline.is_written and is_wanted(settings)
@@ -276,9 +279,9 @@ class _AttendantLoop:
         self._work: tuple[_Duty, ForkedWork] | None = None
         self._linger_s = 0.0
         self._preloads = False
-        self._until_s = 0.0
-        self._scratch_s = math.inf
-        self._pause_s = _LOOK_FIRST_S
+        self._linger_until_s = 0.0
+        self._clear_scratch_at_s = math.inf
+        self._scratch_pause_s = _SCRATCH_PAUSE_FIRST_S
         self._state = ServiceState(
             id=plan.folder.name,
             reference=plan.job,
@@ -357,16 +360,16 @@ class _AttendantLoop:
         self._timeline.on_exit()
         if self._linger_s:
             now_s = time.monotonic()
-            self._until_s = now_s + self._linger_s
-            self._scratch_s = now_s
+            self._linger_until_s = now_s + self._linger_s
+            self._clear_scratch_at_s = now_s
         self._write_state()
 
     def _write_state(self) -> None:
         """Write the state that `bootseer status` and later starts read."""
         user = next((one.note.process for one in self._running.values()), None)
         until_ns = 0
-        if self._until_s:
-            until_ns = time.time_ns() + int((self._until_s - time.monotonic()) * 1e9)
+        if self._linger_until_s:
+            until_ns = time.time_ns() + int((self._linger_until_s - time.monotonic()) * 1e9)
         self._state = replace(self._state, user=user, until_ns=until_ns)
         with contextlib.suppress(BootseerError):
             write_state(self._folder, self._state)
@@ -375,7 +378,7 @@ class _AttendantLoop:
         """Treat every job as ended, so that the process ends after its last work."""
         for descriptor in tuple(self._running):
             self._on_exit(descriptor)
-        self._until_s = 0.0
+        self._linger_until_s = 0.0
 
     # ---- the loop -----------------------------------------------------------------------------
 
@@ -386,8 +389,8 @@ class _AttendantLoop:
         report.ready(_Attending(self._state.process))
         if not self._running:
             self._on_last_exit()
-        while self._has_work():
-            for one in wait_readable(
+        while self._goes_on():
+            for descriptor in wait_readable(
                 [
                     wake,
                     *self._running,
@@ -396,29 +399,30 @@ class _AttendantLoop:
                 ],
                 self._wait_s(),
             ):
-                self._handle(one, wake)
-            if time.monotonic() >= self._scratch_s:
+                self._handle(descriptor, wake)
+            if time.monotonic() >= self._clear_scratch_at_s:
                 self._clear_scratch()
-            self._work_on()
+            self._begin_or_end_work()
 
-    def _handle(self, one: int, wake: int) -> None:
-        if one == wake:
+    def _handle(self, descriptor: int, wake: int) -> None:
+        if descriptor == wake:
             if not _ENDING.isdisjoint(os.read(wake, 4096)):
                 self._stop_lingering()
             elif self.read_notes():
                 self._write_state()
-        elif one in self._running:
-            self._on_exit(one)
-        elif one in self._listening:
-            listener, launcher = self._listening[one]
+        elif descriptor in self._running:
+            self._on_exit(descriptor)
+        elif descriptor in self._listening:
+            listener, launcher = self._listening[descriptor]
             if listener.take():
-                del self._listening[one]
+                del self._listening[descriptor]
                 listener.close()
                 self._on_ready(launcher)
         elif self._work is not None and self._work[1].read():
             self._take_result()
 
-    def _work_on(self) -> None:
+    def _begin_or_end_work(self) -> None:
+        """Begin the next work that is due, or end work that has reached its limit."""
         if self._work is not None:
             if self._work[1].left_s <= 0:
                 self._take_result()
@@ -436,7 +440,8 @@ class _AttendantLoop:
         self._work = None
         duty.take_result(copy.result())
 
-    def _has_work(self) -> bool:
+    def _goes_on(self) -> bool:
+        """Return whether anything is left to do or to wait for."""
         is_at_work = self._work is not None or any(one.due_s() < math.inf for one in self._duties)
         if self._running:
             for launcher in self._running.values():
@@ -449,19 +454,19 @@ class _AttendantLoop:
                 )
             )
             return is_at_work or bool(waits) or not self._timeline.is_over
-        if self._until_s:
+        if self._linger_until_s:
             # A copy that is still at work does not need this process: its own limit ends it.
-            return time.monotonic() < self._until_s
+            return time.monotonic() < self._linger_until_s
         return is_at_work
 
     def _wait_s(self) -> float | None:
         times = [duty.due_s() for duty in self._duties] if self._work is None else []
-        times.append(self._scratch_s)
+        times.append(self._clear_scratch_at_s)
         now_s = time.monotonic()
         if self._work is not None:
             times.append(now_s + self._work[1].left_s)
-        if self._until_s:
-            times.append(self._until_s)
+        if self._linger_until_s:
+            times.append(self._linger_until_s)
         wait_s = min(times) - now_s
         return None if wait_s == math.inf else max(wait_s, 0.0)
 
@@ -469,13 +474,13 @@ class _AttendantLoop:
         """Remove the files that ended containers wrote; try again later if some are in use."""
         from bootseer.served.ending import remove_ended_scratch
 
-        self._scratch_s = math.inf
+        self._clear_scratch_at_s = math.inf
         if not remove_ended_scratch(self._plan.run_dir):
-            self._scratch_s = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, _LOOK_MAX_S)
+            self._clear_scratch_at_s = time.monotonic() + self._scratch_pause_s
+            self._scratch_pause_s = min(2 * self._scratch_pause_s, _SCRATCH_PAUSE_MAX_S)
 
     def end_preloaders(self) -> None:
-        """End the preloaders of the launchers, which have ended, unless a new start has them."""
+        """End the preloaders of the ended launchers that no later start has taken over."""
         if self._preloads:
             from bootseer.launch.import_records import end_preloaders
 
@@ -523,17 +528,17 @@ def _run_attendant(line: bytes, report: "Report") -> None:
     run_forked(lambda: _sweep(plan.run_dir), _SWEEP_S)
 
 
-def publish_killed(settings: Settings, slurm_job: str, limit_s: float) -> None:
+def publish_killed(settings: Settings, slurm_job: str) -> None:
     """Publish the timelines of attendants that Slurm killed with their job.
 
-    Each start may take `limit_s`. Call it from a process without threads.
+    Call it from a process without threads.
     """
     from bootseer.profile.publish.duty import TimelineDuty
 
     for folder in start_folders(settings.run_dir):
         with contextlib.suppress(OSError):
             lock = lock_file(folder / _LOCK, 0)
-            duty = TimelineDuty(limit_s)
+            duty = TimelineDuty(_PUBLISH_KILLED_S)
             read_paths = []
             for path in sorted(folder.iterdir()):
                 with contextlib.suppress(OSError, BootseerError, ValueError):
@@ -566,7 +571,7 @@ def _sweep(run_dir: Path) -> bytes:
     from bootseer.served.ending import sweep
 
     sweep(run_dir)
-    before_s = time.time() - _KEPT_S
+    before_s = time.time() - _LOGS_KEPT_S
     with contextlib.suppress(OSError):
         for old in (*start_folders(run_dir), *(run_dir / "logs").glob("start-*.log")):
             with contextlib.suppress(OSError):

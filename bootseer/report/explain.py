@@ -48,7 +48,7 @@ from bootseer.report.peers import (
     compare_nodes,
     least_excess_s,
     may_stand_out,
-    times_as_fast,
+    twice_as_fast,
     without_stragglers,
 )
 from bootseer.report.replay import Change, StartReplay, intervals_of, ready_s
@@ -59,7 +59,6 @@ from bootseer.timeline.otlp import PROCESS, READY, START, Stage
 # What-ifs are computed only for the few nodes and stages that would save most.
 _WHAT_IF_NODES = 3
 _WHAT_IF_STAGES = 4
-_FASTER = 2.0
 # A smaller delay is noise of a start in which nobody held the others.
 _DELAY_MIN_S, _SHARE_MIN = 1.0, 0.05
 
@@ -291,7 +290,7 @@ class StartModel:
                 name = segment.label.name
                 stages[name] = stages.get(name, 0.0) + segment.seconds
         for name in sorted(stages, key=lambda name: -stages[name])[:_WHAT_IF_STAGES]:
-            yield f"{name} twice as fast", times_as_fast(name, _FASTER)
+            yield f"{name} twice as fast", twice_as_fast(name)
 
 
 # ---- the largest delay ------------------------------------------------------------------------

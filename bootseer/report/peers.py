@@ -260,13 +260,13 @@ def as_its_peers(peers: dict[PeerGroup, Peers], nodes: frozenset[str]) -> Change
     return change
 
 
-def times_as_fast(name: str, factor: float) -> Change:
-    """Return the change that divides all time inside stages of this name by `factor`."""
+def twice_as_fast(name: str) -> Change:
+    """Return the change that halves all time inside stages of this name."""
 
     def change(interval: Interval) -> "array[float] | None":
         if not _is_within(interval, name):
             return None
-        return array("d", [seconds / factor for seconds in interval.seconds])
+        return array("d", [seconds / 2 for seconds in interval.seconds])
 
     return change
 

@@ -41,20 +41,17 @@ class ReadStart(NamedTuple):
     """Imports of the process that spent most time in them; empty if they were not asked for."""
 
 
-def read_graph(
-    files: StartFiles, process_count: int | None = None, others: ForeignStages | None = None
-) -> StartGraph:
+def read_graph(files: StartFiles, process_count: int | None = None) -> StartGraph:
     """Read a start into a graph.
 
     Args:
         files: The start's timelines.
         process_count: Processes to use; the graph does not depend on it. Default: one per
             processor.
-        others: Stages that other programs noted, to add to the nodes they belong to.
 
     Raises: BootseerError.
     """
-    return read_start_of(files, process_count, others).graph
+    return read_start_of(files, process_count).graph
 
 
 def read_start_of(
@@ -64,7 +61,10 @@ def read_start_of(
     *,
     has_imports: bool = False,
 ) -> ReadStart:
-    """Read a start as `read_graph` does; with `has_imports`, also its slow imports."""
+    """Read a start as `read_graph` does; with `has_imports`, also its slow imports.
+
+    `others`: stages that other programs noted, which are added to the nodes that they belong to.
+    """
     graph = StartGraph()
     imports: Sequence[ImportRow] = []
     parts = files.parts(_NODES_A_PART)

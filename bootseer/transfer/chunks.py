@@ -346,11 +346,6 @@ class Batch:
             raise fresh_copy(self._ticket.error)
 
     @property
-    def is_done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
-        return self._ticket.done.is_set()
-
-    @property
     def remaining_count(self) -> int:
         """Chunks neither delivered nor failed yet."""
         return self._ticket.remaining_count

@@ -94,23 +94,23 @@ class CacheRoom:
         self._cache = NodeCache(cache_dir)
         self._lock = threading.Lock()
         self._others_bytes = 0
-        self._others_again_s = 0.0
+        self._next_walk_s = 0.0
 
-    def make(self, wanted_bytes: int = 0) -> bool:
+    def make_room(self, wanted_bytes: int = 0) -> bool:
         """Remove the longest unused streams until `wanted_bytes` more fit below the limit.
 
         Return False if they do not fit, since streams in use stay, or if the disk is nearly full.
         Never raises.
         """
         with self._lock:
-            if time.monotonic() >= self._others_again_s:
+            if time.monotonic() >= self._next_walk_s:
                 trim_records(self._cache_dir)
                 self._others_bytes = sum(
                     one.size_bytes
                     for one in folders(self._cache_dir)
                     if one.counts and one.name != STREAMS
                 )
-                self._others_again_s = time.monotonic() + _FOLDERS_S
+                self._next_walk_s = time.monotonic() + _FOLDERS_S
             allowed_bytes = self._limit_bytes - self._others_bytes - wanted_bytes
             freed = self._cache.trim(max(0, allowed_bytes))
             if freed:

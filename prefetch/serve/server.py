@@ -76,8 +76,9 @@ With Python's default of 5 ms, mounting an overlay over the tree took 80 ms."""
 
 _KERNEL_DEADLINES = 10
 _KERNEL_DEADLINE_MIN_S = 600
-"""Time after which the kernel gives a server up, in deadlines of the store and at least: no read of
-a working server takes that long, even if many others wait for a silent store."""
+"""Time after which the kernel gives a server up: so many deadlines of the store, and at least this
+many seconds. No read of a working server takes that long, even if many others wait for a silent
+store."""
 
 _RESTART_COUNT = 12
 """Restarts of a worker in ten seconds after which the mount ends, so that readers do not wait for a
@@ -87,11 +88,10 @@ _ROUND_S = 15.0
 """Pause between two rounds of the upkeep: the default interval of Prometheus."""
 _GROWN_BYTES = 256 * 2**20
 """Growth of the cache after which its limit is checked again."""
-_LOOK_S = 1.0
+_REFUTED_CHECK_S = 1.0
 """Pause between two checks whether another server has refuted a bundle of the image. Until then,
 the kernel may serve pages with wrong bytes."""
 _CLOSE_S = 5.0
-_LOOKED_UP_S = 10.0
 _NOTE_USE_S = 6 * 3600.0
 """Pause between two notes that the image is in use: short enough that one may fail before a garbage
 collector takes the image for unused."""
@@ -254,9 +254,9 @@ class ImageServer:
         if users.is_kept(state_dir):
             return
         # A worker that is restarted after the end of the first user watches the next one.
-        self._control.watch(users.next_user(state_dir) or user, self._user_ended)
+        self._control.watch(users.next_user(state_dir) or user, self._on_user_exit)
 
-    def _user_ended(self) -> None:
+    def _on_user_exit(self) -> None:
         state_dir = self._plan.state_dir
         is_container = self._plan.state.purpose == RUN
         if is_container:
@@ -264,7 +264,7 @@ class ImageServer:
         next_user = users.last_user if is_container else users.unmount_if_unused
         while (user := next_user(state_dir)) is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._control.watch(user, self._user_ended)
+                self._control.watch(user, self._on_user_exit)
                 # The next user is another job: its reads are no part of this start.
                 self._end_start()
                 return
@@ -296,7 +296,7 @@ class ImageServer:
 
     def _note_use(self) -> None:
         """Tell garbage collectors that the image is in use, if the store has any of it."""
-        if not self._start.reads_store(_LOOKED_UP_S):
+        if not self._start.reads_store():
             return
         stored = [blob.digest for blob in self._tree.blobs if len(blob.frames)]
         if stored:
@@ -410,7 +410,7 @@ class Upkeep:
         self._fill = None
         if self._rate:
             lock = NodeCache(settings.cache_dir).fill_lock(index_digest)
-            self._fill = Fill(streams, start_has_ended, self._room.make, lock=lock)
+            self._fill = Fill(streams, start_has_ended, self._room.make_room, lock=lock)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
 
@@ -444,7 +444,7 @@ class Upkeep:
             received = self._streams.fetcher.statistics().delivered_bytes
             if received - trimmed_at_bytes >= _GROWN_BYTES:
                 trimmed_at_bytes = received
-                self._room.make()
+                self._room.make_room()
             self.write_figures()
             self._pause()
 
@@ -452,7 +452,7 @@ class Upkeep:
         ends_s = time.monotonic() + _ROUND_S
         while (left_s := ends_s - time.monotonic()) > 0:
             self._streams.drop_refuted()
-            if self._stopping.wait(min(_LOOK_S, left_s)):
+            if self._stopping.wait(min(_REFUTED_CHECK_S, left_s)):
                 return
 
     def close(self) -> None:

@@ -51,6 +51,8 @@ _log = logging.getLogger(__name__)
 _ROOT_S = 5.0
 """Time for which the tree's root is kept open while the bundle is looked up: an unmount has to wait
 for that."""
+_LOOKED_UP_S = 10.0
+"""Longest wait of a note of use for the lookup of the bundle."""
 
 
 class RecordState(enum.Enum):
@@ -121,10 +123,10 @@ class Start:
         """Whether the record is complete and the replay has ended."""
         return not self._log.is_open and self.replay_state not in _UNDER_WAY
 
-    def reads_store(self, limit_s: float) -> bool:
+    def reads_store(self) -> bool:
         """Return `StartDocuments.reads_store`, after the lookup of the bundle or a time-out."""
         if self._plan.settings.fanout and self._plan.settings.prefetch:
-            self._has_looked.wait(limit_s)
+            self._has_looked.wait(_LOOKED_UP_S)
         return self._reads_store
 
     # ---- beginning and end ----------------------------------------------------------------

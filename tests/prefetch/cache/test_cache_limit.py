@@ -38,14 +38,14 @@ def test_the_longest_unused_goes_first_and_what_is_in_use_stays(tmp_path: Path) 
     size = cache.streams()[0].size_bytes
     used = cache.open_pieces(digest(0), (0, len(PIECE)))
     os.utime(used.directory, ns=(0, 0))
-    assert CacheRoom(tmp_path, 4 * size).make()
+    assert CacheRoom(tmp_path, 4 * size).make_room()
     assert len(kept(cache)) == 4
-    assert CacheRoom(tmp_path, 2 * size).make()
+    assert CacheRoom(tmp_path, 2 * size).make_room()
     assert kept(cache) == [digest(0), digest(3)]
-    assert CacheRoom(tmp_path, 2 * size).make(size)
+    assert CacheRoom(tmp_path, 2 * size).make_room(size)
     assert kept(cache) == [digest(0)]
-    assert not CacheRoom(tmp_path, 2 * size).make(2 * size)
-    assert not CacheRoom(tmp_path, 0).make()
+    assert not CacheRoom(tmp_path, 2 * size).make_room(2 * size)
+    assert not CacheRoom(tmp_path, 0).make_room()
     assert kept(cache) == [digest(0)]
     assert used.read(0, len(PIECE)) == PIECE
     used.close()
@@ -68,7 +68,7 @@ def test_what_a_container_nests_deeply_ends_no_counting(tmp_path: Path) -> None:
         os.close(before)
         remove_tree(deep)
     assert found.keys() == {"containers", "streams"}
-    assert CacheRoom(tmp_path, 2**30).make()
+    assert CacheRoom(tmp_path, 2**30).make_room()
 
 
 def test_everything_that_is_kept_counts(tmp_path: Path) -> None:
@@ -85,10 +85,10 @@ def test_everything_that_is_kept_counts(tmp_path: Path) -> None:
     assert found["streams"].size_bytes >= size
     assert [name for name, one in found.items() if not one.counts] == ["containers", "tmp"]
     limit = size + 700_000
-    assert CacheRoom(tmp_path, limit).make()
+    assert CacheRoom(tmp_path, limit).make_room()
     assert len(kept(cache)) == 2
     (tmp_path / "extracted" / "more").write_bytes(bytes(150_000))
-    assert CacheRoom(tmp_path, limit).make()
+    assert CacheRoom(tmp_path, limit).make_room()
     assert kept(cache) == [digest(2)]
 
 
@@ -98,7 +98,7 @@ def test_indexes_of_images_that_are_not_started_any_more_go(tmp_path: Path) -> N
         (tmp_path / "indexes" / name).write_bytes(b"index")
         used_s = time.time() - age_s
         os.utime(tmp_path / "indexes" / name, (used_s, used_s))
-    CacheRoom(tmp_path, 10**9).make()
+    CacheRoom(tmp_path, 10**9).make_room()
     assert [path.name for path in (tmp_path / "indexes").iterdir()] == ["new"]
 
 
@@ -110,7 +110,7 @@ def test_locks_and_notes_that_nobody_needs_go(tmp_path: Path) -> None:
     for name, age_s in (("new.json", 0), ("old.json", 40 * 86_400)):
         (tmp_path / "damaged" / name).write_bytes(b"note")
         os.utime(tmp_path / "damaged" / name, (time.time() - age_s,) * 2)
-    CacheRoom(tmp_path, 10**9).make()
+    CacheRoom(tmp_path, 10**9).make_room()
     assert [path.name for path in (tmp_path / "catalogue").iterdir()] == ["held.lock"]
     assert [path.name for path in (tmp_path / "damaged").iterdir()] == ["new.json"]
     os.close(held)
@@ -123,9 +123,9 @@ def test_a_disk_that_is_nearly_full_has_no_room(
     for share, has_room in ((21, False), (2, True)):
         disk = SimpleNamespace(f_frsize=4096, f_blocks=share * 10**9, f_bavail=10**9)
         monkeypatch.setattr(os, "statvfs", lambda path, disk=disk: disk)
-        assert room.make() is has_room
+        assert room.make_room() is has_room
 
 
 def test_there_may_be_no_cache_yet(tmp_path: Path) -> None:
-    assert not CacheRoom(tmp_path / "none", 10**9).make()
+    assert not CacheRoom(tmp_path / "none", 10**9).make_room()
     assert folders(tmp_path / "none") == []
