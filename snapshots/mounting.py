@@ -31,7 +31,7 @@ from bootseer.prefetch.cache.damage import check_known_damage
 from bootseer.prefetch.cache.indexes import read_or_fetch_index
 from bootseer.prefetch.serve.plan import ENVIRONMENT, ServeOptions, Serving, begin_serving
 from bootseer.served import processes
-from bootseer.served.ending import give_up
+from bootseer.served.ending import discard_server
 from bootseer.served.overlays import overlay_at, overlays, source_of, unmount_overlay
 from bootseer.served.service import LINK as HOLDER
 from bootseer.served.service import ServiceState, new_service_dir, services_dir
@@ -255,7 +255,7 @@ def _give_up(serving: Serving) -> None:
     """End a server whose tree is not needed. Never raises."""
     with contextlib.suppress(BootseerError):
         serving.wait()
-    give_up(serving.plan.state_dir, 0)
+    discard_server(serving.plan.state_dir, 0)
 
 
 Build = Callable[[Target, Tree, Path], object]
@@ -297,7 +297,7 @@ def link_snapshot(work: Restoration, build: Build, *, until_exit: bool) -> None:
             with kept_tree(work, item.target, build) as (source, _):
                 state_dir = hold(work.settings, item.path, item.target)
             served.append(_LowerTree(state_dir, source))
-            undo.callback(give_up, state_dir, 0)
+            undo.callback(discard_server, state_dir, 0)
         _mount_overlays(work, served, mode=LINK, until_exit=until_exit)
         undo.pop_all()
 

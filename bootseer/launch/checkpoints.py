@@ -153,7 +153,7 @@ class CheckpointMounts:
         if not self._processes:
             return
         from bootseer.fuse.striped.mounted.mount import unmount_checkpoints
-        from bootseer.served.ending import give_up
+        from bootseer.served.ending import discard_server
         from bootseer.served.service import services_dir
 
         for number, process in enumerate(self._processes):
@@ -165,7 +165,7 @@ class CheckpointMounts:
         for number, process in enumerate(self._processes):
             mounted = self._mounted.get(number)
             if mounted is None:
-                give_up(services_dir(self._settings.run_dir) / process.identity, _END_S)
+                discard_server(services_dir(self._settings.run_dir) / process.identity, _END_S)
             elif mounted.how != LIVE:
                 # A mount taken over from the last start stays for the next one.
                 try:

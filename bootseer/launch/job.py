@@ -29,7 +29,7 @@ class Job(Struct, frozen=True):
     variables: tuple[str, ...] = ()
     checkpoints: tuple[CheckpointPath, ...] = ()
     runtime: str = "chroot"
-    """Runtime that starts the command in the image; see `prefetch.container.container.RUNTIMES`."""
+    """Runtime that starts the command in the image; see `prefetch.container.container.CHROOT`."""
     user: str | None = None
     """User in the image, as `USER[:GROUP]`; None: the user that the image names."""
     entrypoint: str | None = None

@@ -74,7 +74,7 @@ class Preloading:
         return command
 
     def handoff(self) -> PreloadHandoff | None:
-        """Return what the attendant is to do for the preloaders."""
+        """Return what the attendant needs to know about the preloaders; None without any."""
         if not self._folders:
             return None
         return PreloadHandoff(self._folders[0].job, self._is_in_image, self._publishes)

@@ -1,7 +1,7 @@
 """Work of Slurm's prolog and epilog on a node, for the user of a job; see docs/slurm.md.
 
-Slurm kills a job's servers with the job, so that their mounts are left dead. This code runs as the
-job's user: wrong contents of the user's folders can harm only that user. Edge; main thread.
+Slurm kills a job's servers with the job, so that their mounts stay without a server. This code runs
+as the job's user: wrong contents of the user's folders can harm only that user. Edge; main thread.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def _kill_session(server: ProcessId) -> None:
 
 
 def _is_used(service: Service, job: str) -> bool:
-    """Return whether another job than `job`, whose own processes do not count, uses the mount."""
+    """Return whether a process that does not belong to the Slurm job `job` uses the mount."""
     return any(not job or job_of(pid) != job for pid in service.users())
 
 

@@ -44,7 +44,7 @@ def launch(settings: Settings, job: Job, say: Say) -> NoReturn:
     Raises: SetupFailedError with the exit code of a failed set-up, or with 126 or 127 if the
     command cannot be started; BootseerError if the image or a checkpoint cannot be had at all.
     """
-    # First of all: a set-up line that cannot be parsed fails before anything is begun.
+    # Before anything is begun, so that a set-up line that cannot be parsed fails at once.
     setups = [setup_command(line) for line in job.setups]
     try:
         with StopSignals():
@@ -169,7 +169,7 @@ def _set_up(
 
 
 class _SetupHost:
-    """The start as a set-up calls back into it; see `snapshots.environment.Host`."""
+    """Callbacks of a set-up into the start; see `snapshots.environment.Host`."""
 
     def __init__(self, timeline: Timeline, before_own_view: Callable[[], object]) -> None:
         self._timeline = timeline
@@ -230,8 +230,12 @@ def _may_have_members(settings: Settings) -> bool:
     if not settings.fanout:
         return False
     schedulers = ("SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "KUBERNETES_SERVICE_HOST")
-    told = any(name in os.environ for name in schedulers)
-    return told or settings.fanout_hosts != "auto" or any(n.startswith("VC_") for n in os.environ)
+    is_scheduled = any(name in os.environ for name in schedulers)
+    return (
+        is_scheduled
+        or settings.fanout_hosts != "auto"
+        or any(n.startswith("VC_") for n in os.environ)
+    )
 
 
 def _environment(settings: Settings, timeline: Timeline, start: Span) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 Nodes agree where their timelines meet. In the store that is a lease that is never released, whose
 token is the submission; in the folder of timelines it is a file, read and written under a lock. A
-node whose own timeline already has that submission begins another one. Main thread: it forks before
-anything else has begun.
+node that has a timeline of that submission already begins another submission. Main thread: it forks
+before anything else has begun.
 """
 
 import contextlib
@@ -65,7 +65,11 @@ def _by_folder(settings: Settings, key: str) -> str:
         found = os.pread(file, _NAME_LENGTH, 0).decode("ascii", "replace")
         # Only the node that chooses writes, so the file's time is that of the choice.
         age_s = time.time() - os.fstat(file).st_mtime
-        if not re.fullmatch(_NAME, found) or age_s > _TOGETHER_S or _had_before(settings, found):
+        if (
+            not re.fullmatch(_NAME, found)
+            or age_s > _TOGETHER_S
+            or _has_timeline_of(settings, found)
+        ):
             found = os.urandom(_NAME_LENGTH // 2).hex()
             os.pwrite(file, found.encode(), 0)
         return found
@@ -74,7 +78,9 @@ def _by_folder(settings: Settings, key: str) -> str:
 
 
 def _by_store(settings: Settings, key: str) -> str:
-    """Agree among the nodes that share the store. Where it may hang, a copy of this process asks.
+    """Agree among the nodes that share the store. A copy of this process asks.
+
+    If the store cannot hang, this process asks itself.
 
     Raises: BootseerError.
     """
@@ -83,7 +89,7 @@ def _by_store(settings: Settings, key: str) -> str:
     from bootseer.store.objects.lease import agree_on_token
 
     def is_used(token: str) -> bool:
-        return _had_before(settings, token[:_NAME_LENGTH])
+        return _has_timeline_of(settings, token[:_NAME_LENGTH])
 
     with contextlib.closing(open_backend(settings.store_url, deadline_s=_DEADLINE_S)) as backend:
 
@@ -111,7 +117,7 @@ def _by_store(settings: Settings, key: str) -> str:
         return answer
 
 
-def _had_before(settings: Settings, submission: str) -> bool:
+def _has_timeline_of(settings: Settings, submission: str) -> bool:
     own = settings.timeline_dir / settings.job / str(settings.attempt) / submission
     try:
         names = os.listdir(own)

@@ -71,7 +71,7 @@ def end_server(directory: Path, state: ServiceState, timeout_s: float) -> None:
         _log.info("the server of %s is still cleaning up", path)
 
 
-def give_up(directory: Path, wait_s: float = _FAILED_END_S) -> None:
+def discard_server(directory: Path, wait_s: float = _FAILED_END_S) -> None:
     """End a server that could not begin, or is not needed, and remove its folder. Never raises.
 
     For `wait_s` the server may end by itself, which it does when the reader of its report has gone.
@@ -163,7 +163,7 @@ def sweep_one(directory: Path) -> bool:
     try:
         state = read_state(directory)
         if state is not None and has_mount(state):
-            if _is_elsewhere(state) or works_without_server(directory):
+            if _is_used_elsewhere(state) or works_without_server(directory):
                 return False
             if state.purpose == CHECKPOINT and Path(state.directory).parent == directory:
                 # The folder was mounted only to be bound into a container, whose mount stays.
@@ -197,8 +197,9 @@ def sweep_one(directory: Path) -> bool:
 def _free_stuck(directory: Path) -> bool:
     """Abort the connection of a mount whose killed worker cannot end. Return whether it did.
 
-    A worker cannot end while a thread of it stores a page that the worker itself was to bring: the
-    thread keeps the connection open and the folder's lock held until the connection is aborted.
+    The worker cannot end while one of its threads stores a page in the kernel and the kernel asks
+    the worker itself for that page. The thread keeps the connection open, and the folder locked,
+    until the connection is aborted.
     """
     state = read_state(directory)
     if state is None or not state.device_minor:
@@ -218,7 +219,7 @@ def _free_stuck(directory: Path) -> bool:
     return abort_connection(state.device_minor, mount.path if mount else None)
 
 
-def _is_elsewhere(state: ServiceState) -> bool:
+def _is_used_elsewhere(state: ServiceState) -> bool:
     """Return whether the mount is used in another mount namespace, such as a job's own view."""
     there = state.mount_namespace
     return there not in ("", namespaces.mount_namespace()) and namespaces.has_processes(there)
@@ -231,7 +232,7 @@ def _age_s(path: Path) -> float:
 
 
 def _is_reportable(state: ServiceState, path: Path) -> bool:
-    """Return whether a user may still ask what became of a checkpoint folder."""
+    """Return whether users may still ask for the files that a checkpoint mount has lost."""
     if mount_table.find_mount(Path(state.directory)) is not None:
         return True
     return bool(state.unwritten) and _age_s(path) < _ENDED_KEPT_S
@@ -283,15 +284,15 @@ def make_own_scratch(scratch: Path) -> Path:
 
 def is_in_use(scratch: str) -> bool:
     """Return whether a container that has not ended writes below `scratch`."""
-    return any(map(_is_in_use, _own_folders(scratch)))
+    return any(map(_has_container, _container_folders(scratch)))
 
 
 def remove_ended_scratch(run_dir: Path) -> bool:
     """Remove the scratch folders of ended containers; return whether none is left. Never raises."""
     is_all = True
     for _, state in live_mounts(run_dir):
-        for path in _own_folders(state.scratch):
-            if _is_in_use(path):
+        for path in _container_folders(state.scratch):
+            if _has_container(path):
                 is_all = False
             else:
                 remove_scratch(path)
@@ -334,12 +335,12 @@ def _delete_container(folder: Path) -> None:
         _log.warning("cannot end the container %s: %s", runc_name(folder), error)
 
 
-def _own_folders(scratch: str) -> list[Path]:
+def _container_folders(scratch: str) -> list[Path]:
     names = note_names(Path(scratch)) if scratch else []
     return [Path(scratch) / name for name in names if name.partition("-")[0].isdigit()]
 
 
-def _is_in_use(path: Path) -> bool:
+def _has_container(path: Path) -> bool:
     pid = int(path.name.partition("-")[0])
     return note_name(pid) == path.name or namespaces.is_source_mounted(container_source(path))
 

@@ -113,7 +113,7 @@ def status_entry(service: Service, run_dir: Path) -> StatusEntry:
 def _health(service: Service, kind: str, log: Path) -> tuple[str, str, str, dict[str, Any] | None]:
     state, directory = service.state, service.state.directory
     is_alive = service.is_alive
-    ends = {
+    remedy = {
         "image": f"`bootseer unmount {directory}` removes it",
         "checkpoints": f"`bootseer unmount {directory}` removes it; mount it again",
         "preloader": "workers start ordinarily",
@@ -126,7 +126,7 @@ def _health(service: Service, kind: str, log: Path) -> tuple[str, str, str, dict
     if state.purpose == PRELOAD and not state.pid:
         return "ok", "", "", None  # the job's imports are recorded, and none was preloaded
     if not is_alive:
-        return "dead", "its server was killed", ends, None
+        return "dead", "its server was killed", remedy, None
     if state.problem:
         return "degraded", state.problem, f"see {log}", None
     if kind not in IMAGES and kind != "checkpoints":
@@ -134,7 +134,7 @@ def _health(service: Service, kind: str, log: Path) -> tuple[str, str, str, dict
     try:
         answer = service.ask("status", _ANSWER_S)
     except BootseerError as error:
-        return "silent", str(error), f"see {log}; {ends}", None
+        return "silent", str(error), f"see {log}; {remedy}", None
     # If neither process is visible, both are in a PID namespace that is hidden from this process.
     server, worker = state.processes
     if worker.lives() and not server.lives():

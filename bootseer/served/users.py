@@ -2,7 +2,7 @@
 
 The folder of a service (`service`) has a subfolder `users` with one empty file per process, whose
 name tells attendants from jobs, or a file `keep` for a mount that stays until it is unmounted. A
-mount without any of these files is still being set up. The server unmounts the overlay when its
+mount without any of these files is not set up yet. The server unmounts the overlay when its
 last user has ended. Only this module writes to the subfolder. Any thread, and every process of the
 node.
 """
@@ -87,8 +87,8 @@ def _users_locked(state_dir: Path) -> Iterator[None]:
 def add_user(state_dir: Path, pid: int | None, role: str = "") -> None:
     """Keep the mount as long as process `pid` lives; None: until it is unmounted.
 
-    The first user ends the mount's setting up. `role`: ATTENDING for an attendant, whose use alone
-    is lingering. Raises: BootseerError.
+    The mount is set up as soon as it has a user. `role`: ATTENDING for an attendant; a mount whose
+    only users are attendants lingers. Raises: BootseerError.
     """
     try:
         with _users_locked(state_dir):
@@ -164,7 +164,10 @@ def share_services(run_dir: Path, pid: int) -> None:
 
 
 def last_user(state_dir: Path) -> ProcessId | None:
-    """Return a living user of a mount without an overlay, or let no process `join` any more."""
+    """Return a living user of a mount without an overlay.
+
+    If there is none, no process can `join` the mount any more, and None is returned.
+    """
     with contextlib.suppress(OSError, BootseerError), _users_locked(state_dir):
         user = next_user(state_dir)
         if user is None and has_users(state_dir):

@@ -61,18 +61,18 @@ class BundleFile:
         is_kept = number in self._memory or self._content.holds(number, number + 1)
         return is_kept and not self.is_refuted
 
-    def has_now(self, number: int) -> bool:
+    def is_known_present(self, number: int) -> bool:
         """Return whether a frame is known to be present. Reads nothing."""
-        is_kept = number in self._memory or self._content.holds_now(number, number + 1)
+        is_kept = number in self._memory or self._content.is_known_to_hold(number, number + 1)
         return is_kept and not self.is_refuted
 
-    def is_here(self, number: int, streams: Sequence[CachedStream]) -> bool:
+    def is_available(self, number: int, streams: Sequence[CachedStream]) -> bool:
         """Return whether a frame is present, or the image's `streams` hold all of its extents."""
         return self.has(number) or not any(_not_held(self.bundle.frames[number], streams))
 
     def is_whole(self, streams: Sequence[CachedStream]) -> bool:
-        """Return whether `is_here` is true of all frames."""
-        return all(self.is_here(number, streams) for number in range(len(self.bundle.frames)))
+        """Return whether each frame is present, or its extents are in the image's `streams`."""
+        return all(self.is_available(number, streams) for number in range(len(self.bundle.frames)))
 
     @property
     def is_full(self) -> bool:

@@ -53,8 +53,8 @@ needs."""
 _WINDOW_MAX = 64
 """The most pieces stored at once: of 20 KB on average, which takes two milliseconds."""
 _MARKED_MIN = 8
-"""Windows of this many pieces or more keep one back in their middle: when the start reads it, the
-next window is due, and there is time to store it."""
+"""Least number of pieces in a window with a marker: a piece in its middle that is not stored. When
+the start reads the marker, the next window is due, and there is time to store it."""
 
 StorePages: TypeAlias = Callable[[int, int, Buffer], bool]
 """Stores bytes at an offset of a node into the kernel's page cache; False if it cannot yet."""
@@ -156,10 +156,10 @@ class PreloadWindow:
         self._marker = -1
 
     def is_stored(self, number: int) -> bool:
-        """Return whether `after` has returned this piece. Thread-safe."""
+        """Return whether `due_after_read` has returned this piece. Thread-safe."""
         return bool(self._is_stored[number])
 
-    def after(self, number: int) -> list[int]:
+    def due_after_read(self, number: int) -> list[int]:
         """Return the pieces to store when the start reads piece `number`, this one first."""
         if self._is_stored[number]:
             return []
@@ -290,7 +290,7 @@ class KernelPreload:
                         waiting = []
                     continue
                 if number != _STOP:
-                    due = [self._plan.pieces[n] for n in self._window.after(number)]
+                    due = [self._plan.pieces[n] for n in self._window.due_after_read(number)]
                     waiting += self._store_all(store_pages, due, len(due))
         except (BootseerError, OSError, ValueError) as error:
             _log.debug(

@@ -43,7 +43,7 @@ _FOLLOWED_WAITS_S = 0.5
 """Limit of all waits for frames of the followed server together: the loss if that server is slow.
 At 1 Gbit/s it fetches 60 MB in this time."""
 _POLL_S = 0.002
-_TURN_S = 0.02
+_LEAD_CHECK_S = 0.02
 """Pause between two checks whether the followed server has ended."""
 _WINDOW_FRAMES = 16
 """Frames (8 MiB) within which read-ahead from the disk is sorted by offset."""
@@ -165,7 +165,7 @@ class BundleReplay:
         for number in numbers:
             if self._stopping.is_set():
                 return
-            if self._file.has_now(number):
+            if self._file.is_known_present(number):
                 self._file.read_ahead(number)
             else:
                 proven.append(self.bundle.frames[number])
@@ -228,7 +228,7 @@ class BundleReplay:
     def _watch(self, started_ns: int) -> None:
         until_s = time.monotonic() + _FOLLOW_S
         while self.state is ReplayState.FOLLOWING:
-            if self._stopping.wait(_TURN_S):
+            if self._stopping.wait(_LEAD_CHECK_S):
                 return
             if self._takes_lead() or time.monotonic() > until_s:
                 # The followed server has ended or is too slow: this one fetches the rest.
@@ -291,12 +291,14 @@ class BundleReplay:
         return self._pending.count(1)
 
     def _is_here(self, number: int) -> bool:
-        return self._file.is_here(number, self._streams)
+        return self._file.is_available(number, self._streams)
 
     def is_cached(self, chunk: Chunk) -> bool:
         """Return whether a frame need not be fetched. Reads nothing."""
         number = self._numbers.get(chunk)
-        return number is not None and (not self._pending[number] or self._file.has_now(number))
+        return number is not None and (
+            not self._pending[number] or self._file.is_known_present(number)
+        )
 
     def demand(self, blob: int, offset: int, length: int, deadline_s: float) -> bool:
         """Fetch the pending frames that hold any of a range with priority, and wait for them.
@@ -333,7 +335,9 @@ class BundleReplay:
         if not self._pending[number] and self.state is not ReplayState.NO_ROOM:
             return
         frame = self.bundle.frames[number]
-        if not self._file.has_now(number) and not self._file.put(number, decode_frame(frame, data)):
+        if not self._file.is_known_present(number) and not self._file.put(
+            number, decode_frame(frame, data)
+        ):
             self._give_up_for_room()
             return
         if self._file.is_refuted:

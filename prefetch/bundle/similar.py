@@ -255,7 +255,7 @@ class _Places:
         self._taken = [SectorMarks() for _ in new.blobs]
         self._steps_left = STEP_COUNT_MAX
         # Sectors of the new streams in whose middle a file begins. A tar stream has none.
-        self._crowded = {
+        self._split_sectors = {
             (blob, offset // SECTOR_BYTES)
             for blob, offset in zip(
                 new.columns.extent_blob, new.columns.extent_blob_offset, strict=True
@@ -263,7 +263,7 @@ class _Places:
             if offset % SECTOR_BYTES
         }
         self._contents = StreamContents(old)
-        self._targets: dict[int, list[tuple[int, int, int, int]]] = {}
+        self._new_extents_by_inode: dict[int, list[tuple[int, int, int, int]]] = {}
 
     def add_pieces(self, extent: BundleExtent, position: int, pieces: list[_Piece]) -> None:
         """Append the parts of an extent that the new image has; `position` is the extent's."""
@@ -283,6 +283,7 @@ class _Places:
         return True
 
     def _add_contents(self, extent: BundleExtent, position: int, pieces: list[_Piece]) -> None:
+        """Append the parts of an extent whose files have the same content in the new image."""
         columns = self._old.columns
         starts, numbers = self._contents.layout(extent.blob)
         offset, extent_end = extent.offset, extent.offset + extent.length
@@ -303,42 +304,46 @@ class _Places:
             if first >= last:
                 continue
             inode = self._contents.inode_of(number)
-            one = columns.extent_start[inode + 1] - columns.extent_start[inode] == 1
-            targets = self._target(inode)
-            shift = columns.extent_file_offset[number] - start
+            has_one_extent = columns.extent_start[inode + 1] - columns.extent_start[inode] == 1
+            targets = self._new_extents(inode)
+            # Added to an offset in the old stream: the offset in the file.
+            to_file = columns.extent_file_offset[number] - start
             self._steps_left -= len(targets)
             for file_offset, blob, blob_offset, length in targets:
-                low = max(first + shift, file_offset)
-                high = min(last + shift, file_offset + length)
+                low = max(first + to_file, file_offset)
+                high = min(last + to_file, file_offset + length)
+                # Added to an offset in the file: the offset in the new stream.
+                to_blob = blob_offset - file_offset
                 # Whole sectors of the new stream; only its last sector may be partial.
-                to = blob_offset - file_offset
-                low += -(low + to) % SECTOR_BYTES
-                gap = -(high + to) % SECTOR_BYTES
-                gap = min(gap, self._new.blobs[blob].stream_length - high - to)
+                low += -(low + to_blob) % SECTOR_BYTES
+                gap = -(high + to_blob) % SECTOR_BYTES
+                gap = min(gap, self._new.blobs[blob].stream_length - high - to_blob)
                 if gap:
-                    at_end = one and high == end + shift == file_offset + length
-                    alone = (
-                        len(targets) == 1
-                        and (blob, (high + to) // SECTOR_BYTES) not in self._crowded
+                    ends_both_files = (
+                        has_one_extent and high == end + to_file == file_offset + length
                     )
-                    if at_end and alone and high - shift + gap <= room_end:
+                    has_sector_alone = (
+                        len(targets) == 1
+                        and (blob, (high + to_blob) // SECTOR_BYTES) not in self._split_sectors
+                    )
+                    if ends_both_files and has_sector_alone and high - to_file + gap <= room_end:
                         high += gap
                     else:
-                        high -= (high + to) % SECTOR_BYTES
-                if low < high and self._take(blob, low + to, high - low):
-                    place = position + low - shift - offset
-                    pieces.append((BundleExtent(blob, low + to, high - low), place))
+                        high -= (high + to_blob) % SECTOR_BYTES
+                if low < high and self._take(blob, low + to_blob, high - low):
+                    place = position + low - to_file - offset
+                    pieces.append((BundleExtent(blob, low + to_blob, high - low), place))
 
-    def _target(self, inode: int) -> list[tuple[int, int, int, int]]:
+    def _new_extents(self, inode: int) -> list[tuple[int, int, int, int]]:
         """Return the extents of the new file with the content of the old inode."""
-        found = self._targets.get(inode)
+        found = self._new_extents_by_inode.get(inode)
         if found is None:
-            number = self._find(inode)
+            number = self._new_inode(inode)
             found = [] if number is None else self._new.extents(number)
-            self._targets[inode] = found
+            self._new_extents_by_inode[inode] = found
         return found
 
-    def _find(self, inode: int) -> int | None:
+    def _new_inode(self, inode: int) -> int | None:
         """Return the new inode with the content of an old one; None if there is none.
 
         Of several such inodes, the one at the same path is returned, if any.
@@ -348,21 +353,21 @@ class _Places:
         if not number or not stat.S_ISREG(old.mode[inode]):
             return None
         digest = old.digests[32 * (number - 1) : 32 * number]
-        found = self._by_digest.get(digest)
-        if found is None or digest not in self._several:
+        found = self._inode_by_digest.get(digest)
+        if found is None or digest not in self._repeated_digests:
             return found
         same = self._new.resolve(self._old.path(inode))
         return same if same is not None and _digest(self._new, same) == digest else found
 
     @cached_property
-    def _by_digest(self) -> dict[bytes, int]:
+    def _inode_by_digest(self) -> dict[bytes, int]:
         """Map from the digest of a content to the first new inode that has it."""
         digests, numbers = _digests(self._new), self._new.columns.digest
         inodes = range(self._new.inode_count - 1, -1, -1)
         return {digests[numbers[i]]: i for i in inodes if numbers[i]}
 
     @cached_property
-    def _several(self) -> set[bytes]:
+    def _repeated_digests(self) -> set[bytes]:
         """Digests of contents that several new inodes have."""
         digests, counts = _digests(self._new), Counter(self._new.columns.digest)
         return {digests[number] for number, count in counts.items() if number and count > 1}

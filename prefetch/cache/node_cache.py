@@ -63,6 +63,8 @@ NEW_PREFIX = "new-"
 _KINDS = "sha256|blake3|frames|own|bundle"
 _KEY = re.compile(rf"(?:{_KINDS}):[0-9a-f]{{64}}")
 _FOLDER = re.compile(rf"(?:{_KINDS})-[0-9a-f]{{64}}")
+_ROOM_BYTES = 2**24
+"""Bytes that are freed at a time on a full disk."""
 _LOCKS = frozenset((".pull", ".replay", ".fill"))
 _HEAD = struct.Struct("<16sQQ")
 _MAGIC = b"bootseer frames\0"
@@ -203,8 +205,8 @@ class NodeCache:
     ) -> CachedStream:
         """Open the stream of a blob of an image.
 
-        It is the first of these that the cache has whole, or else the stream of the blob's frames,
-        which is created if it is new:
+        That is the first of these streams that the cache has whole. If it has neither of them, the
+        stream of the blob's frames is opened, and created if it is new.
 
         1. the stream that this node pulled under the blob's stream digest, if it is in `vouched`;
         2. the stream that a registry sent for the image `image_key` (see `image_key_of`).
@@ -301,10 +303,10 @@ class NodeCache:
                     os.close(lock_file(directory / "lock", 0))
                     remove_tree(directory)
 
-    def make_room(self, wanted_bytes: int) -> int:
-        """Remove the longest unused streams, `wanted_bytes` in all. Return the bytes freed."""
+    def make_room(self) -> int:
+        """Remove the longest unused streams, `_ROOM_BYTES` in all. Return the bytes freed."""
         held_bytes = sum(stream.size_bytes for stream in self.streams())
-        return self.trim(max(0, held_bytes - wanted_bytes))
+        return self.trim(max(0, held_bytes - _ROOM_BYTES))
 
     def pulling(self, key: str, deadline_s: float) -> AbstractContextManager[None]:
         """Hold the node's lock for pulling the stream `key`.

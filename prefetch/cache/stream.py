@@ -339,7 +339,7 @@ class CachedStream:
             return self._sums[first] != 0
         return self.holds(*self.pieces(offset, length))
 
-    def holds_now(self, first: int, stop: int) -> bool:
+    def is_known_to_hold(self, first: int, stop: int) -> bool:
         """Return whether the pieces `[first, stop)` are known to be present. Reads nothing."""
         if self._map is None:
             return first >= stop

@@ -33,9 +33,6 @@ from bootseer.prefetch.cache.stream import (
 
 _log = logging.getLogger(__name__)
 
-ROOM_BYTES = 2**24
-"""Bytes that are freed at a time on a full disk."""
-
 
 class WholeStream:
     """Stream that is being pulled. Removed at the end of its `with` block unless committed.
@@ -103,7 +100,7 @@ class WholeStream:
             try:
                 write()
             except OSError as error:
-                if error.errno not in FULL or not (freed := self._cache.make_room(ROOM_BYTES)):
+                if error.errno not in FULL or not (freed := self._cache.make_room()):
                     raise
                 _log.info("removed %d bytes of unused streams: %s", freed, error)
             else:
@@ -114,7 +111,7 @@ class WholeStream:
 
         The caller MUST have verified that the appended bytes are the stream of that key. If the
         cache has a part of the stream already, which servers may have open, the missing pieces are
-        added to it. Raises: BootseerError; nothing has become visible then that is wrong.
+        added to it. Raises: BootseerError; even then, no wrong bytes have become visible.
         """
         if not self._fds:
             raise InvalidInputError("the new stream was already committed or aborted")

@@ -34,9 +34,9 @@ from bootseer.prefetch.container.process import (
     ProcessSpec,
     User,
     become,
+    become_user_in,
     job_environment,
     resolve_user,
-    take_place,
 )
 from bootseer.prefetch.container.root import Bind, mount_overlay, parse_bind, populate
 from bootseer.prefetch.images.find import publish_later
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 _THREADS_END_S = 5.0
 """Time for threads that have done their work to end in the kernel."""
-CHROOT, RUNC = RUNTIMES = ("chroot", "runc")
+CHROOT, RUNC = "chroot", "runc"
 """Programs that start a job in the root: chroot by this process, without isolation; or runc."""
 
 
@@ -76,7 +76,7 @@ class Container(Struct):
     user: str
     """User of its processes, as in an image's configuration; "" is root."""
     runtime: str = CHROOT
-    """Program that starts the job, one of `RUNTIMES`."""
+    """Program that starts the job: CHROOT or RUNC."""
     binds: list[Bind] = field(default_factory=list)
     how: str = ""
     """Origin of its tree: "mounted", "changed" (mounted although another tree lingers), or LIVE
@@ -185,7 +185,7 @@ class Container(Struct):
         # `change_root` would move the original process as well.
         os.chroot(self.root)
         os.chdir("/")
-        take_place(self.config.working_dir or "/", user, rootless=self.rootless)
+        become_user_in(self.config.working_dir or "/", user, rootless=self.rootless)
 
     def exec(self, arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         """Replace this process by a program of the image, or by runc that runs it.
@@ -208,8 +208,8 @@ class Container(Struct):
     def close(self) -> None:
         """Unmount the tree if this process has not begun to enter the container.
 
-        If it has, its own namespace has the tree mounted, too, and the tree is unmounted with the
-        end of this process. A tree that had lingered stays mounted.
+        If it has begun, the tree is mounted in its own namespace as well, and is unmounted when
+        this process ends. A tree that had lingered stays mounted.
         """
         if not self.has_namespace and self.how != LIVE:
             self.image.close()
@@ -309,7 +309,7 @@ def _fingerprint_of(settings: Settings, identity: str, owner: tuple[int, int] | 
     return hashlib.sha256(to_line(values).encode()).hexdigest()
 
 
-def _take_over(settings: Settings, resolved: FoundImage, fingerprint: str) -> MountedImage | None:
+def _take_over(settings: Settings, image: FoundImage, fingerprint: str) -> MountedImage | None:
     """Return a lingering tree with this fingerprint, in use by this process from now on.
 
     A server that does not answer is ended. Return None if there is no such tree. Never raises.
@@ -326,8 +326,8 @@ def _take_over(settings: Settings, resolved: FoundImage, fingerprint: str) -> Mo
                 kill_silent(state_dir, state)
             continue
         if find_mount(Path(state.directory)) is not None and join(state_dir, None, os.getpid()):
-            resolved.release()
-            publish_later(settings, resolved)
+            image.release()
+            publish_later(settings, image)
             # Without a ready socket: the record of the tree is complete.
-            return MountedImage(settings, resolved.record, state, state_dir, "")
+            return MountedImage(settings, image.record, state, state_dir, "")
     return None

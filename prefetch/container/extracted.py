@@ -109,16 +109,18 @@ def prepare_extracted(
     return Container(extracted, root, own, not can_mount_directly(), runs_as, runtime, parsed)
 
 
-def _locked_tree(settings: Settings, resolved: FoundImage, base: Path) -> Path:
+def _locked_tree(settings: Settings, image: FoundImage, base: Path) -> Path:
     """Return the image's tree, extracted and locked. Raises: BootseerError, OSError."""
-    index_digest = resolved.record.index_digest
+    index_digest = image.record.index_digest
     own = base / _name_of(index_digest)
     for _ in range(_ATTEMPTS_MAX):
-        target = own if own.exists() else _before_published(settings, index_digest, base) or own
+        target = (
+            own if own.exists() else _tree_before_publication(settings, index_digest, base) or own
+        )
         _remove_unused(base, keep=target)
         if not target.exists():
             with contextlib.suppress(AlreadyExistsError):
-                _extract(settings, resolved, target)
+                _extract(settings, image, target)
         if _lock(target):
             return target
     raise BusyError(f"other processes keep removing the extracted image {own}; start it again")
@@ -128,7 +130,7 @@ def _name_of(index_digest: str) -> str:
     return f"{index_digest.partition(':')[2]}-{boot_id().replace('-', '')}"
 
 
-def _before_published(settings: Settings, index_digest: str, base: Path) -> Path | None:
+def _tree_before_publication(settings: Settings, index_digest: str, base: Path) -> Path | None:
     """Return the image's tree if it was extracted before this node published the image.
 
     The image had another index then, and the tree is named after that.
@@ -152,17 +154,15 @@ def _locked_folder(base: Path) -> Path:
     raise BusyError(f"other processes keep removing new folders in {base}; start it again")
 
 
-def _extract(settings: Settings, resolved: FoundImage, target: Path) -> None:
-    index_digest = resolved.record.index_digest
+def _extract(settings: Settings, image: FoundImage, target: Path) -> None:
+    index_digest = image.record.index_digest
     stored = read_kept_tree(settings.cache_dir, index_digest)
-    vouched = vouched_streams(
-        settings, index_digest, stored.blobs, is_local=not resolved.is_published
-    )
+    vouched = vouched_streams(settings, index_digest, stored.blobs, is_local=not image.is_published)
     with contextlib.ExitStack() as stack:
         local: dict[int, CachedStream] = {}
         for number, blob in enumerate(stored.blobs):
             if not blob.frames or blob.digest.startswith(POINTS):
-                local[number] = _whole_stream(settings, resolved, blob, vouched)
+                local[number] = _whole_stream(settings, image, blob, vouched)
                 stack.callback(local[number].close)
         # Streams that are whole on this node are read without frames.
         blobs = tuple(

@@ -142,7 +142,7 @@ def become(spec: ProcessSpec, *, rootless: bool) -> NoReturn:
     run, as shells do; BootseerError.
     """
     try:
-        take_place(spec.working_dir, spec.user, rootless=rootless)
+        become_user_in(spec.working_dir, spec.user, rootless=rootless)
         if rootless and spec.user.uid:
             _log.warning("without root, all processes of a container run as its root user")
     except OSError as error:
@@ -156,7 +156,7 @@ def become(spec: ProcessSpec, *, rootless: bool) -> NoReturn:
         ) from error
 
 
-def take_place(working_dir: str, user: User, *, rootless: bool) -> None:
+def become_user_in(working_dir: str, user: User, *, rootless: bool) -> None:
     """Move this process to a folder of the current root, and become the user. Raises: OSError."""
     os.makedirs(working_dir, exist_ok=True)
     os.chdir(working_dir)

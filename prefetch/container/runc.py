@@ -278,7 +278,7 @@ def runtime_config(
                     *map(_usable, devices),
                 ]
             },
-            "seccomp": seccomp_profile(),
+            "seccomp": _seccomp_profile(),
         },
     }
 
@@ -392,12 +392,12 @@ _ALLOWED = """
 """
 
 
-def seccomp_profile(machine: str = "") -> dict[str, Any]:
-    """Return `linux.seccomp` of config.json, for `machine` (default: this machine).
+def _seccomp_profile() -> dict[str, Any]:
+    """Return `linux.seccomp` of config.json, for this machine.
 
     libseccomp ignores names that it does not know. A call that is not listed fails with EPERM.
     """
-    machine = machine or platform.machine()
+    machine = platform.machine()
     names = [*_ALLOWED.split(), *_OF_MACHINE.get(machine, ())]
     return {
         "defaultAction": "SCMP_ACT_ERRNO",
@@ -406,14 +406,14 @@ def seccomp_profile(machine: str = "") -> dict[str, Any]:
             _allowed(names),
             # One rule for each condition: runc combines several conditions on one argument by "or",
             # which would allow both families.
-            _allowed(["socket"], _argument(0, "SCMP_CMP_LT", _AF_ALG)),
-            _allowed(["socket"], _argument(0, "SCMP_CMP_EQ", _AF_ALG + 1)),
-            _allowed(["socket"], _argument(0, "SCMP_CMP_GT", _AF_VSOCK)),
+            _allowed(["socket"], _first_argument("SCMP_CMP_LT", _AF_ALG)),
+            _allowed(["socket"], _first_argument("SCMP_CMP_EQ", _AF_ALG + 1)),
+            _allowed(["socket"], _first_argument("SCMP_CMP_GT", _AF_VSOCK)),
             *(
-                _allowed(["personality"], _argument(0, "SCMP_CMP_EQ", value))
+                _allowed(["personality"], _first_argument("SCMP_CMP_EQ", value))
                 for value in _PERSONALITIES
             ),
-            _allowed(["clone"], _argument(0, "SCMP_CMP_MASKED_EQ", _NEW_NAMESPACES)),
+            _allowed(["clone"], _first_argument("SCMP_CMP_MASKED_EQ", _NEW_NAMESPACES)),
             # A filter cannot read the flags of clone3 in memory. On ENOSYS, C libraries use clone.
             {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": _NO_SUCH_CALL},
         ],
@@ -424,6 +424,6 @@ def _allowed(names: list[str], *arguments: dict[str, Any]) -> dict[str, Any]:
     return {"names": names, "action": "SCMP_ACT_ALLOW", "args": list(arguments)}
 
 
-def _argument(index: int, comparison: str, value: int) -> dict[str, Any]:
+def _first_argument(comparison: str, value: int) -> dict[str, Any]:
     # For SCMP_CMP_MASKED_EQ, `value` is the mask, and `valueTwo` the expected result.
-    return {"index": index, "value": value, "valueTwo": 0, "op": comparison}
+    return {"index": 0, "value": value, "valueTwo": 0, "op": comparison}

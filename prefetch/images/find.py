@@ -71,7 +71,7 @@ def image_by_name(settings: Settings, name: str, say: Say) -> FoundImage:
     catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
     try:
         with open_own_store(settings) as store:
-            return _stored(settings, catalogue, store, name, say)
+            return _image_in_store(settings, catalogue, store, name, say)
     except InvalidInputError:
         raise
     except (BootseerError, OSError) as error:
@@ -88,7 +88,7 @@ def image_by_name(settings: Settings, name: str, say: Say) -> FoundImage:
         return found
 
 
-def _stored(
+def _image_in_store(
     settings: Settings, catalogue: NodeCatalogue, store: Store, name: str, say: Say
 ) -> FoundImage:
     documents = StartDocuments(settings, store)

@@ -40,7 +40,6 @@ from bootseer.errors import (
 from bootseer.fanout.whole_reads import StartDocuments
 from bootseer.prefetch.cache.indexes import keep_index
 from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
-from bootseer.prefetch.cache.whole_stream import ROOM_BYTES
 from bootseer.prefetch.images.find import Say, image_by_name, image_on_node, remember
 from bootseer.prefetch.index.catalogue import (
     REGISTRY,
@@ -104,7 +103,7 @@ class _SourceResolver:
         self._catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
         self._store: Store | None = None
         # Sentence for the user, once something must be pulled.
-        self._news = ""
+        self._announcement = ""
         self._span: Span | None = None
         self._pulled_bytes = 0
         self._progress = StoppableProgress(self._count)
@@ -163,11 +162,13 @@ class _SourceResolver:
                     remember(lambda: self._catalogue.keep_image(image))
                     remember(lambda: self._catalogue.keep_vouched(image.record))
                     return image
-                self._news = f"image {name} has changed: pulling what is new"
+                self._announcement = f"image {name} has changed: pulling what is new"
             except (NotFoundError, InvalidInputError):
                 pass
             except CorruptError as error:
-                self._news = f"warning: pulling what the store lacks of image {name}: {error}"
+                self._announcement = (
+                    f"warning: pulling what the store lacks of image {name}: {error}"
+                )
             except (BootseerError, OSError) as error:
                 self._give_up_store(error)
         known = self._catalogue.find_image(name)
@@ -218,9 +219,9 @@ class _SourceResolver:
 
     def _pull(self, source: ImageSource) -> FoundImage:
         name = self._name(source)
-        if not self._news:
+        if not self._announcement:
             state = "not on this node" if self._store is None else "not indexed yet"
-            self._news = f"image {name} is {state}: pulling it whole, this once"
+            self._announcement = f"image {name} is {state}: pulling it whole, this once"
         # Taken before the first read: a directory that changes meanwhile counts as changed.
         created_ns = change_time_ns()
         # An image may hold one layer several times (empty ones, mostly).
@@ -331,7 +332,7 @@ class _SourceResolver:
                 try:
                     self._catalogue.keep_layer(digest, tree, name)
                 except NoSpaceError:
-                    if not self._cache.make_room(ROOM_BYTES):
+                    if not self._cache.make_room():
                         raise
                     self._catalogue.keep_layer(digest, tree, name)
                 return _LocalLayer(digest, tree, stream)
@@ -347,11 +348,11 @@ class _SourceResolver:
     def _report_pull(self) -> None:
         """Tell the user and the timeline that the first layer is pulled. Idempotent."""
         with self._lock:
-            news, self._news = self._news, ""
-            if news and self._timeline is not None:
+            announcement, self._announcement = self._announcement, ""
+            if announcement and self._timeline is not None:
                 self._span = self._timeline.span("image pull")
-        if news:
-            self._say(news)
+        if announcement:
+            self._say(announcement)
 
     def _count(self, count_bytes: int) -> None:
         with self._lock:

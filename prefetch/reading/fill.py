@@ -2,8 +2,8 @@
 
 `Fill` does this in the background. It begins when the start has ended and the bundle is fetched,
 pauses while there are faults or the cache has no room, and ends when the image is complete. Fetched
-bytes stay, so that the fill of the next start continues. A complete image starts without store or
-registry.
+bytes stay in the cache, so that the fill of the next start continues. A complete image starts
+without store or registry.
 
 One server of an image on a node fills: the one that holds a lock file. When it ends, another one
 takes over. The others touch the file when they have faults, upon which the fill pauses as well.
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 QUIET_S = 5.0
 """Time without faults after which a job counts as started, so that a fill does not disturb it."""
-_TURN_S = 1.0
+_LOCK_CHECK_S = 1.0
 """Pause between two attempts to take the lock."""
 _PAUSES = Policy(base_s=5.0, cap_s=300.0)
 """Pauses after failures. They are long, since no reader waits for a fill."""
@@ -103,11 +103,11 @@ class Fill:
             if self._streams.faults.fault_count != noted_faults:
                 noted_faults = self._streams.faults.fault_count
                 self._note_fault()
-            if self._stopping.wait(min(_TURN_S, self._quiet_s)):
+            if self._stopping.wait(min(_LOCK_CHECK_S, self._quiet_s)):
                 self.state = "stopped"
                 return
         try:
-            while self._pass():
+            while self._fill_missing():
                 pass
         finally:
             self._release_lock()
@@ -146,7 +146,7 @@ class Fill:
 
     # ---- filling ------------------------------------------------------------------------------
 
-    def _pass(self) -> bool:
+    def _fill_missing(self) -> bool:
         """Fetch the frames that are missing now. Return whether to check for missing ones again."""
         # Frames of claimed bytes come first, so that these are compared soon.
         claimed = self._streams.unproven()
@@ -169,7 +169,7 @@ class Fill:
                 except BootseerError as error:
                     if isinstance(error, CorruptError):
                         self._streams.on_damage(fetch.chunks)
-                    if not self._rest(error):
+                    if not self._pause_after_error(error):
                         return False
                 else:
                     self._failures = 0
@@ -177,7 +177,7 @@ class Fill:
             # Streams that are stored nowhere do not count.
             self.state = "complete"
         elif self._streams.is_full:
-            return self._rest_without_room()
+            return self._pause_without_room()
         return not is_complete
 
     def await_quiet(self) -> bool:
@@ -194,16 +194,16 @@ class Fill:
         """Wait until the cache has room. Return False if the fill must stop."""
         # Counted as stored, although a frame may decompress to a multiple: the limit is not exact.
         self._room_bytes -= count
-        if self._streams.is_full and not self._rest_without_room():
+        if self._streams.is_full and not self._pause_without_room():
             return False
         while self._room_bytes < 0 and not self._make_room(_ROOM_BYTES):
-            if not self._rest_without_room():
+            if not self._pause_without_room():
                 return False
         if self._room_bytes < 0:
             self._room_bytes = _ROOM_BYTES
         return True
 
-    def _rest_without_room(self) -> bool:
+    def _pause_without_room(self) -> bool:
         """Wait before the next attempt to make room. Return False if the fill must stop."""
         if self.state != "no room":
             _log.info("the background fill waits for room in the cache")
@@ -211,7 +211,7 @@ class Fill:
         self._room_bytes = -1
         return self._pause(self._no_room_s)
 
-    def _rest(self, error: BootseerError) -> bool:
+    def _pause_after_error(self, error: BootseerError) -> bool:
         """Wait before the next try after an error. Return False if the fill must stop."""
         if not self._pause(0):
             return False

@@ -113,7 +113,7 @@ class ImageBytes:
         self._has_repair = repair is not None
         self._on_refuted = on_refuted
         self._late = LateRanges()
-        self._memory = _FrameMemory(_MEMORY_BYTES)
+        self._memory = _FrameMemory()
         self._ahead = ReadAheadPolicy()
         self._bundles = BundleFiles(self._refuted)
         self._looked_up = threading.Event()
@@ -412,9 +412,7 @@ class ImageBytes:
         frame = stored.frames[number]
         return Chunk(blob_key(stored.digest), frame.offset, frame.length, frame.digest)
 
-    def fill_fetches(
-        self, ranges: Iterable[Range] | None = None, priority: Priority = Priority.FILL
-    ) -> list[Fetch]:
+    def fill_fetches(self, ranges: Iterable[Range] | None = None) -> list[Fetch]:
         """Return fetches of the frames of `ranges` that the streams do not hold.
 
         By default they are those of the whole image, at half a kilobyte of memory for each 128 KiB.
@@ -429,7 +427,8 @@ class ImageBytes:
             if missing and not self.streams[blob].takes_frames:
                 missing = self._use_frames(blob).missing(offset, length)
             wanted.update(((blob, number), None) for number in missing)
-        return plan((self.chunk(*one) for one in wanted), lambda chunk: False, priority=priority)
+        chunks = (self.chunk(*one) for one in wanted)
+        return plan(chunks, lambda chunk: False, priority=Priority.FILL)
 
     def fill(self, fetches: Sequence[Fetch] | None = None) -> None:
         """Carry out `fetches`, by default those of the whole image, at the lowest priority.
@@ -455,7 +454,7 @@ class ImageBytes:
             return replay is not None and replay.is_cached(chunk)
         blob, number, _ = self._place_of(chunk)
         stream = self.streams[blob]
-        return stream.takes_frames and stream.holds_now(number, number + 1)
+        return stream.takes_frames and stream.is_known_to_hold(number, number + 1)
 
     def _deliver_fault(self, chunk: Chunk, data: memoryview) -> None:
         self.faults.received(fault=self._deliver(chunk, data))
@@ -470,7 +469,7 @@ class ImageBytes:
         """Keep a frame of a blob. Return its uncompressed size, or 0 if it was already present."""
         blob, number, frame = self._place_of(chunk)
         stream = self.streams[blob]
-        if not stream.takes_frames or stream.holds_now(number, number + 1):
+        if not stream.takes_frames or stream.is_known_to_hold(number, number + 1):
             return 0
         known = self._memory.get(blob, number)
         content = self._decode(blob, number, data) if known is None else known
@@ -533,22 +532,21 @@ class ImageBytes:
 class _FrameMemory:
     """The latest decoded frames, for a node whose disk takes no more. Thread-safe."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self) -> None:
         self.is_used = False
-        self._limit_bytes = limit_bytes
         self._frames: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._size_bytes = 0
         self._lock = threading.Lock()
 
     def put(self, blob: int, number: int, content: bytes) -> None:
-        """Keep a frame's content. Older frames are dropped to stay below the limit."""
+        """Keep a frame's content. Older frames are dropped to stay below `_MEMORY_BYTES`."""
         with self._lock:
             self.is_used = True
             key = (blob, number)
             if key not in self._frames:
                 self._frames[key] = content
                 self._size_bytes += len(content)
-            while self._size_bytes > self._limit_bytes and len(self._frames) > 1:
+            while self._size_bytes > _MEMORY_BYTES and len(self._frames) > 1:
                 _, dropped = self._frames.popitem(last=False)
                 self._size_bytes -= len(dropped)
 

@@ -16,7 +16,7 @@ from bootseer.errors import (
 )
 from bootseer.linux import mount_table
 from bootseer.linux.processes import ProcessId
-from bootseer.served.ending import give_up
+from bootseer.served.ending import discard_server
 from bootseer.served.processes import TREE, Process, start
 from bootseer.served.ready_socket import new_ready_name
 from bootseer.served.service import ServiceState, new_service_dir
@@ -90,7 +90,7 @@ class Serving:
             if process is not None:
                 process.wait()
         except BaseException:
-            give_up(self.plan.state_dir)
+            discard_server(self.plan.state_dir)
             raise
         return self.plan
 
@@ -138,7 +138,7 @@ def begin_serving(
         process = process or start(TREE, settings.run_dir, identity=state.id)
         process.tell(plan)
     except BaseException:
-        give_up(state_dir)
+        discard_server(state_dir)
         raise
     return Serving(plan, process)
 

@@ -140,9 +140,9 @@ class CachesDuty:
         with stage(STAGE) as span, open_own_store(self._settings) as store:
             done = []
             for kept in todo:
-                facts = PublishingStart(self._begun_ns, self._read_until_ns, kept.is_damaged)
+                start = PublishingStart(self._begun_ns, self._read_until_ns, kept.is_damaged)
                 done.append(
-                    publish_quietly(self._settings, store, kept.cache, facts, wait_s=_WAIT_S)
+                    publish_quietly(self._settings, store, kept.cache, start, wait_s=_WAIT_S)
                 )
             span.set("bootseer.how", ", ".join(sorted({one.how for one in done})))
             span.set("bootseer.bytes", sum(one.stored_bytes for one in done))

@@ -25,7 +25,7 @@ from bootseer.launch.caches.known import (
     KnownCache,
     data_cache_path,
 )
-from bootseer.launch.caches.packages import Python, python_of
+from bootseer.launch.caches.packages import python_of
 from bootseer.launch.caches.records import own_folder
 from bootseer.linux.root_paths import WorkingDirectory
 from bootseer.settings.config import Settings
@@ -138,11 +138,8 @@ class _Finder:
         self._place = job.place
         self._gpu = gpu_parts()
         self._facts: dict[str, list[Part]] = {GPU: self._gpu}
-        self._python: Python | None = None
-        self._versions: dict[str, str] = {}
         self._python = python_of(self._place, job.command, job.environ)
-        if self._python is not None:
-            self._versions = self._python.versions(ALL_PACKAGES)
+        self._versions = self._python.versions() if self._python is not None else {}
 
     def from_option(self, text: str) -> Cache:
         """Return the cache for a folder that `--keep` names."""

@@ -7,7 +7,7 @@ cost a few listings of folders, and importing torch costs seconds. Edge, statele
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -35,15 +35,14 @@ class Python(Struct, frozen=True):
     folders: tuple[Path, ...]
     """Package folders, as paths on this host."""
 
-    def versions(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the versions of the packages among `names` that are installed, by name."""
-        wanted = set(names)
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the installed packages among `ALL_PACKAGES`, by name."""
         found: dict[str, set[str]] = {}
         for folder in self.folders:
             with contextlib.suppress(OSError):
                 for name in os.listdir(folder):
                     package = package_of(os.fsencode(name), is_directory=True)
-                    if package is not None and package[0].name in wanted:
+                    if package is not None and package[0].name in ALL_PACKAGES:
                         found.setdefault(package[0].name, set()).add(package[1])
         return {name: ", ".join(sorted(versions)) for name, versions in found.items()}
 
@@ -77,7 +76,7 @@ def may_have_caches(command: Sequence[str], environ: Mapping[str, str]) -> bool:
     except (BootseerError, OSError):
         return False  # for example, the working directory was removed
     return (
-        bool(python and python.versions(ALL_PACKAGES))
+        bool(python and python.versions())
         or any(map(os.path.exists, _GPUS))
         or bool(data_cache_path(tuple(command)))
     )

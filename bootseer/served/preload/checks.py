@@ -39,14 +39,14 @@ class PreloadRefused(BaseException):
 class _Arguments(list[str]):
     """`sys.argv` while modules are imported, which must not read it."""
 
-    on_read: Callable[[str], None]
+    on_read: Callable[[], None]
 
     def __getitem__(self, place: Any) -> Any:
-        self.on_read("reads the program's arguments")
+        self.on_read()
         return super().__getitem__(place)
 
     def __iter__(self) -> Any:
-        self.on_read("reads the program's arguments")
+        self.on_read()
         return super().__iter__()
 
 
@@ -77,7 +77,7 @@ class Checks:
         self._began = _state()
         self._watch_variables()
         arguments = _Arguments(sys.argv)
-        _Arguments.on_read = staticmethod(self._note)
+        _Arguments.on_read = staticmethod(lambda: self._note("reads the program's arguments"))
         self._replace(sys, "argv", arguments)
         self._watch_identity()
         self._watch_generators()

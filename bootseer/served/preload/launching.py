@@ -6,9 +6,9 @@ holds its lock. It ends when none of the service's users lives: the start's proc
 `--linger` the start's attendant. The subfolder `job` is for the job's processes, which in a
 container see nothing else of the folder: `plan`, `socket`, and `python`, the stand-in of workers.
 
-`make_preloaders` makes the folders; `begin_preloaders` begins the processes, or takes over those
-that linger, in a copy of this process that has gone where the command will run: into a container's
-root, and to its user. Main thread only.
+`make_preloaders` makes the folders. `begin_preloaders` begins the processes, or takes over
+processes that linger. A copy of this process does that, where the command will run: in the
+container's root, as its user. Main thread only.
 """
 
 import contextlib
@@ -141,9 +141,9 @@ def begin_preloaders(
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Begin the preloaders of this start, if an earlier start has left records.
 
-    `environ` is the environment of the command, which with `is_standby` another process will be.
-    `enter` moves a copy of this process into the command's container. Return variables to add to
-    the environment, and the command to run in place of `command`.
+    `environ`: environment of the command. `is_standby`: whether a later start will run the
+    command. `enter` moves a copy of this process into the command's container. Return variables to
+    add to the environment, and the command to run in place of `command`.
 
     Raises: BootseerError, OSError; then there is no preloader.
     """
@@ -212,10 +212,10 @@ def _plans(
     }
     programs = []
     for number, path in enumerate(record_paths(settings, in_image=in_image)):
-        if in_image:
-            shown = f"{folders[0].shown}/{(RECORD, LAUNCHER_RECORD)[number]}"
         record = folders[number].record if number < len(folders) else None
-        seen = Path(shown) if in_image else path
+        seen = path
+        if in_image:
+            seen = Path(folders[0].shown, (RECORD, LAUNCHER_RECORD)[number])
         programs.append(
             {
                 "record": str(seen),

@@ -25,8 +25,8 @@ _PROBE_BYTES = 4096
 def record_paths(settings: Settings, *, in_image: bool) -> tuple[Path, Path]:
     """Return the paths of the job's import records: of its workers and of its launcher.
 
-    Those of a job in an image are others: a container's user has written them, and its modules are
-    the image's.
+    A job in an image has other records: the container's user has written them, and their modules
+    are the image's.
     """
     folder = settings.cache_dir / "preload"
     if in_image:
@@ -136,10 +136,10 @@ def _script(name: str, executable: str, environ: Mapping[str, str]) -> str:
     # pip and uv use /bin/sh and such a second line if the interpreter's path is too long.
     arguments = '"$0" "$@"'
     of_shell = (f"'''exec' {executable} {arguments}", f"'''exec' \"{executable}\" {arguments}")
-    is_its = lines[:1] == [f"#!{executable}"] or (
+    names_interpreter = lines[:1] == [f"#!{executable}"] or (
         lines[:1] == ["#!/bin/sh"] and any(line in of_shell for line in lines[1:2])
     )
-    return path if is_its else ""
+    return path if names_interpreter else ""
 
 
 def _can_run(path: str) -> bool:

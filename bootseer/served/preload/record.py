@@ -35,7 +35,7 @@ def write(began: Mapping[str, str]) -> None:
     # Only the first worker of a node writes a record.
     is_first = "TORCHELASTIC_RUN_ID" in began and began.get("LOCAL_RANK") == "0"
     folder = began.get(VARIABLE)
-    if folder and (is_first or _is_program(began)):
+    if folder and (is_first or _is_command_of_run(began)):
         _write(began, json.loads(Path(folder, "plan").read_bytes()))
 
 
@@ -122,8 +122,8 @@ def library_modules() -> list[str]:
     return found
 
 
-def _is_program(began: Mapping[str, str]) -> bool:
-    """Return whether `bootseer run` became this process, and it is no worker of a launcher."""
+def _is_command_of_run(began: Mapping[str, str]) -> bool:
+    """Return whether `bootseer run` became this process, which is no worker of a launcher."""
     launched, _, _ = began.get("BOOTSEER_LAUNCHED", "").partition(":")
     return launched == str(os.getpid()) and "TORCHELASTIC_RUN_ID" not in began
 
@@ -131,7 +131,7 @@ def _is_program(began: Mapping[str, str]) -> bool:
 def prepare_launcher(began: Mapping[str, str]) -> None:
     """Make the launcher in this process use the preloader; write its record."""
     folder = began.get(VARIABLE, "")
-    if _is_program(began):
+    if _is_command_of_run(began):
         with contextlib.suppress(OSError, ValueError, KeyError):
             plan = json.loads(Path(folder, "plan").read_bytes())
             _write(began, {**plan, **plan["launcher"]})

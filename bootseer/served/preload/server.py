@@ -317,7 +317,7 @@ class _PreloadServer:
             os.execve(sys.executable, list(sys.orig_argv), environment)
 
         def refuse(name: str, why: str) -> NoReturn:
-            # The program has changed something before an import that the import has read.
+            # The program has changed something before it imported a module that reads it.
             known = self._refused().get("", "").split()
             self._refuse({"": " ".join(sorted({*known, name}))})
             begin_again(why)

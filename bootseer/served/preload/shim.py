@@ -1,4 +1,6 @@
-"""Stand-in for a worker that a launcher starts: the preloader forks the worker, both end alike.
+"""Stand-in for a worker that a launcher starts. The preloader forks the worker.
+
+The stand-in passes signals on to the worker, and ends as the worker ends.
 
 Run by its first line as the job's interpreter with `-ISE`, and imports almost nothing, since a
 worker waits for it. If no worker is forked it becomes the ordinary interpreter, after one line on

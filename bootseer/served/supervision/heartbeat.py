@@ -20,8 +20,7 @@ CHECK_S = 2.0
 _CHECKS_MIN = 8
 """Number of checks in the shortest silence that has consequences."""
 _LATE_S = 1.0
-"""A supervisor whose check is later than this was not running, and perhaps neither was the worker.
-"""
+"""If a check is later than this, the supervisor was not running, and maybe the worker neither."""
 _SILENCE_S = (5.0, 15.0)
 _DEADLINE_SHARE = 0.25
 _ASK, _ANSWER, _END = b"?", b"!", b"."

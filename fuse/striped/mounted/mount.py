@@ -33,7 +33,7 @@ from bootseer.fuse.kernel.unmount import detach, is_disconnected, unmount
 from bootseer.fuse.striped.mounted.options import FANOUT, SUBTYPE, CheckpointPlan, MountSpec
 from bootseer.linux.mount_table import absolute, find_mount
 from bootseer.linux.namespaces import mount_namespace
-from bootseer.served.ending import end_process, give_up, kill_silent
+from bootseer.served.ending import discard_server, end_process, kill_silent
 from bootseer.served.processes import CHECKPOINTS, start
 from bootseer.served.service import (
     ServicePhase,
@@ -213,7 +213,7 @@ def mount_checkpoints(
             process.tell(CheckpointPlan(spec, state_dir))
             process.wait(spec.deadline_s + _START_S)
     except BaseException:
-        give_up(state_dir)
+        discard_server(state_dir)
         raise
     return MountedCheckpoints(spec.url, Path(spec.directory), run_dir, state_dir)
 

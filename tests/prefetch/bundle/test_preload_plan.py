@@ -99,10 +99,10 @@ def test_a_window_grows_while_pieces_are_read_in_order() -> None:
     for number in range(1000):
         if not window.is_stored(number):
             asked.append(number)
-            assert window.after(number)[0] == number
+            assert window.due_after_read(number)[0] == number
     assert len(asked) < 50
     assert all(window.is_stored(number) for number in range(1000))
-    assert window.after(7) == []
+    assert window.due_after_read(7) == []
 
 
 @settings(max_examples=60)
@@ -111,7 +111,7 @@ def test_what_nobody_needs_is_less_than_what_is_read(order: list[int]) -> None:
     window = PreloadWindow(200)
     handed: set[int] = set()
     for number in order:
-        found = window.after(number)
+        found = window.due_after_read(number)
         assert handed.isdisjoint(found)
         handed.update(found)
         assert number in handed

@@ -70,7 +70,7 @@ def test_only_what_is_intact_is_believed(tmp_path: Path) -> None:
     folder = crash(tmp_path)
     damage(folder / "data", 3 * PAGE, bytes(PAGE))
     stream = opened(tmp_path)
-    assert not stream.holds_now(1, 2)
+    assert not stream.is_known_to_hold(1, 2)
     check(stream, (1, 4, 5, len(PIECES) - 1))
     # The lost pieces are fetched, and the stream is complete.
     assert stream.missing(0, 11 * PAGE) == [0]
@@ -91,13 +91,13 @@ def test_verifying_in_the_background_ends(tmp_path: Path) -> None:
     damage(folder / "data", 0, b"torn")
     stream = opened(tmp_path)
     other = opened(tmp_path)
-    assert not other.holds_now(3, 4)
+    assert not other.is_known_to_hold(3, 4)
     assert stream.check_all(lambda: False) == 0
-    assert not stream.holds_now(3, 4)
+    assert not stream.is_known_to_hold(3, 4)
     assert stream.is_doubtful
     assert stream.check_all() == 10 * PAGE
     assert stream.present_bytes() == LENGTH - 10 * PAGE
-    assert other.holds_now(3, 4)
+    assert other.is_known_to_hold(3, 4)
     assert not other.is_doubtful
     for one in (stream, other):
         check(one, PIECES[1:])

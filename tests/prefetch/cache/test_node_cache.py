@@ -63,7 +63,7 @@ def test_against_a_model(
     wanted = {n for n in PIECES if STARTS[n] < offset + length and offset < STARTS[n + 1]}
     absent = wanted - set(writes)
     assert cache.holds_bytes(offset, length) == (not absent)
-    assert cache.holds_now(min(wanted), max(wanted) + 1) == (not absent)
+    assert cache.is_known_to_hold(min(wanted), max(wanted) + 1) == (not absent)
     assert cache.missing(offset, length) == sorted(absent)
     found = cache.get(offset, length)
     assert found == (None if absent else STREAM[offset : offset + length])
@@ -133,9 +133,9 @@ def test_after_a_reboot_what_is_intact_is_kept(tmp_path: Path, clean: int) -> No
     first.close()
     _set_boot(tmp_path, clean)
     again = opened(tmp_path)
-    assert again.holds_now(0, 1) is bool(clean)
+    assert again.is_known_to_hold(0, 1) is bool(clean)
     assert again.holds(0, 1)
-    assert again.holds_now(0, 1)
+    assert again.is_known_to_hold(0, 1)
     assert not again.holds(1, 2)
     again.close()
 
