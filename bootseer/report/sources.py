@@ -446,7 +446,9 @@ def unpack(packed: bytes) -> bytes:
         raise CorruptError(f"the object is not a timeline: {error}") from error
     if len(data) > BYTES_MAX:
         raise CorruptError("the object holds more than a timeline may")
-    if declared_bytes >= 0 and len(data) != declared_bytes:
+    if declared_bytes < 0:
+        raise CorruptError("the object does not state how many bytes it holds")
+    if len(data) != declared_bytes:
         raise CorruptError(f"the object is cut off: it has {len(data)} of {declared_bytes} bytes")
     return data
 

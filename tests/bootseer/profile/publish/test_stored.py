@@ -326,6 +326,10 @@ def test_an_object_that_was_cut_off_is_no_timeline() -> None:
     for end in (0, 20, len(packed) // 2, len(packed) - 1):
         with pytest.raises(CorruptError):
             unpack(packed[:end])
+    # Without a stated size nobody could tell a part from the whole.
+    sizeless = zstandard.ZstdCompressor(write_content_size=False).compress(lines)
+    with pytest.raises(CorruptError, match="state"):
+        unpack(sizeless[: len(sizeless) // 2])
 
 
 def test_objects_are_bounded_by_who_writes_them() -> None:
