@@ -211,6 +211,8 @@ class Exchange(Closing):
         """Streams that wait until this node joins an object."""
         self._guests: Counter[str] = Counter()
         self._guest_sockets: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, tuple[str, asyncio.Task[None]]] = {}
+        """Connections without a proof, the oldest one first: address and task."""
         self._fed: list[SourceRecord] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self.is_closed = False
@@ -601,16 +603,29 @@ class Exchange(Closing):
             self._loop.call_later(1.0, self._loop.add_reader, self._listener, self._accept)
             return
         host = address[0]
-        if (
-            len(self._guest_sockets) >= _CONNECTIONS_MAX
-            or self._guests[host] >= _ADDRESS_CONNECTIONS_MAX
-        ):
+        if not self._has_place(host):
             sock.close()
             return
         sock.setblocking(False)
         self._guests[host] += 1
         self._guest_sockets.add(sock)
-        self.spawn(self._serve(sock, host))
+        self._strangers[sock] = host, self.spawn(self._serve(sock, host))
+
+    def _has_place(self, host: str) -> bool:
+        """Return whether there is a place for a connection of `host`.
+
+        A connection that has not proved to have the key gives way to the new one: who has no key
+        takes no places of members, who prove it within a round trip.
+        """
+        is_host_full = self._guests[host] >= _ADDRESS_CONNECTIONS_MAX
+        if not is_host_full and len(self._guest_sockets) < _CONNECTIONS_MAX:
+            return True
+        for sock, (place, serving) in self._strangers.items():
+            if place == host or not is_host_full:
+                del self._strangers[sock]
+                serving.cancel()
+                return True
+        return False
 
     async def _serve(self, sock: socket.socket, host: str) -> None:
         """Answer the requests of one connection."""
@@ -618,6 +633,7 @@ class Exchange(Closing):
         try:
             link = Link(sock)
             child = await welcome(link, self._own, self._key, _PROOF_S)
+            self._strangers.pop(sock, None)
             todo = iter(range(protocol.REQUESTS_MAX))
             while request := await link.run(self._requests(link, todo), _IDLE_S, self.clock):
                 if request.operation == protocol.KEEP:
@@ -636,6 +652,7 @@ class Exchange(Closing):
         finally:
             (link or sock).close()
             self._guest_sockets.discard(sock)
+            self._strangers.pop(sock, None)
             self._guests[host] -= 1
             self._guests += Counter()  # forget those with none
 

@@ -230,6 +230,15 @@ def test_connections_of_one_address_are_few(job: FanoutJob) -> None:
     job.check(content)
 
 
+def test_strangers_take_no_places_of_members(job: FanoutJob) -> None:
+    """Any process of a node may fill the places of the node's address at the others."""
+    job.start(1)
+    with contextlib.ExitStack() as stack:
+        for _ in range(70):
+            stack.enter_context(socket.create_connection(job.addresses[1], 10))
+        assert introduces(job.addresses[1])
+
+
 def test_questions_that_come_together_are_answered_in_their_order(job: FanoutJob) -> None:
     job.start(1)
     job.join(CONTENT, 1)
