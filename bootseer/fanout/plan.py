@@ -11,7 +11,8 @@ parent that has not begun. It leaves its source
 - at once, when the source is silent for `SILENCE_S`, closes, refuses or sends wrong bytes;
 - for the store, when nothing comes to the nodes above it either, or for `_ABOVE_S`;
 - when the source has chunks and sends them slowly, or lacks chunks that its own source has. The
-  children of the slow node move; the nodes below them wait for `STARVED_S`;
+  children of the slow node move; the nodes below them wait for `STARVED_S`. Several objects share
+  the node's line: each tree is due its share of it (`Line`);
 - for its parent, when the parent works again;
 - when the source feeds more than two nodes and another one feeds fewer.
 
