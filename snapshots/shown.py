@@ -533,7 +533,7 @@ class _Reader:
             for word in rest:
                 is_named = _NAME.fullmatch(word.value or "") and not self._is_known(word.value)
                 if not (self._assign(word) or (is_named and not _looks_random(word.value or ""))):
-                    self._option_or_other(word, _NOTHING)
+                    self._option_or_other(word)
         else:
             self._tool("pip" if PIP.fullmatch(name) else name, rest)
 
@@ -619,7 +619,7 @@ class _Reader:
         else:
             self._script_name(first)
         for word in rest[1:]:
-            self._option_or_other(word, _NOTHING)
+            self._option_or_other(word)
 
     def _python(self, words: Sequence[_Word]) -> None:
         for at, word in enumerate(words):
@@ -645,7 +645,7 @@ class _Reader:
         if _SCRIPT_NAME.fullmatch(word.value or ""):
             self.argument(word.of, word.begin, word.end)
         else:
-            self._option_or_other(word, _NOTHING)
+            self._option_or_other(word)
 
     def _tool(self, name: str, words: Sequence[_Word]) -> None:
         tool = _TOOLS.get(name, _NOTHING)
@@ -675,9 +675,9 @@ class _Reader:
                 elif raw not in ("]", "]]", "=", "==", "!=", "!", "-"):
                     self._other(word)
 
-    def _option_or_other(self, word: _Word, tool: _Tool) -> None:
+    def _option_or_other(self, word: _Word) -> None:
         if (word.value or "").startswith("-"):
-            self._option(word, tool)
+            self._option(word, _NOTHING)
         else:
             self._other(word)
 

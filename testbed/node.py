@@ -8,6 +8,7 @@ Not thread-safe: one test uses a node. Commands run in child processes, because 
 for a FUSE reply cannot be killed.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -188,7 +189,8 @@ class Node:
         """
         for pid, line in self.processes().items():
             if "bootseer.launch.attendant" in line:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self._age_unfinished()
 
     def _age_unfinished(self) -> None:

@@ -150,7 +150,7 @@ class _Child:
 
 
 class Process:
-    """A background process, from its begin to its answer. `with` ends one without a plan."""
+    """A background process, from its start to its answer. `with` ends one without a plan."""
 
     def __init__(
         self, role: Role, carrier: Carrier, plan: int, report: int, identity: str, log: Path

@@ -52,7 +52,7 @@ USERS = "users"
 _STATE = "state.json"
 _WITHOUT_MOUNT = (ATTENDING, PUBLISH, PRELOAD, WARMING)
 START_PREFIX = "start-"
-"""Begin of the name of a start's folder."""
+"""Beginning of the name of a start's folder."""
 # `is_alive` holds a lock for the time of one system call.
 _PROBE_MAX_S = 2.0
 
@@ -348,7 +348,7 @@ def hold_folder(
 ) -> Iterator[HeldFolder]:
     """Hold the folder of a server, this process: lock it and write `state` to it.
 
-    At the begin, what dead servers left is removed. At the end, this server's overlays, its scratch
+    First, what dead servers left is removed. At the end, this server's overlays, its scratch
     folder and the folder are removed; the state stays if it says what was lost. `lock` is the
     descriptor of a server that this process replaces. Raises: BootseerError.
     """

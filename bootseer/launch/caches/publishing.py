@@ -46,11 +46,11 @@ class PublishingStart(Struct, frozen=True):
     """Start whose caches are published."""
 
     begun_ns: int
-    """Begin of the start; in a folder that others use, too, older files are left out."""
+    """Time when the start began. In a folder that others use too, older files are left out."""
     read_until_ns: int = 0
-    """End of the time after the begin in which every read of a file was the job's."""
+    """End of the time, from `begun_ns` on, in which every read of a file was the job's."""
     is_damaged: bool = False
-    """Whether the newest generation at the begin was damaged, and could not be restored."""
+    """Whether the generation that was newest when the start began was damaged and not restored."""
 
 
 def publish(

@@ -213,7 +213,7 @@ def preload(
         refused: Modules that cannot be preloaded, with the reason.
         changed: Variables that the program changes itself, with digests of their values.
         salt: Salt of the digests.
-        initial_modules: Modules that an interpreter has from its begin.
+        initial_modules: Modules that a new interpreter has.
         memory_bytes: Limit on the process's memory.
 
     Raises: ModuleRefused; PreloadRefused if nothing can be preloaded at all.

@@ -87,7 +87,7 @@ class Preloaded:
         return ""
 
     def hide(self, initial_modules: Iterable[str]) -> None:
-        """Remove all modules from `sys.modules` except those of an interpreter's begin."""
+        """Remove all modules from `sys.modules` except those of a new interpreter."""
         keep = self._initial_modules = set(initial_modules)
         for name in list(sys.modules):
             if name not in keep:

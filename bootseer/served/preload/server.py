@@ -37,7 +37,7 @@ _CHECK_MS = 1000
 _ATTEMPTS_MAX = 20
 # A start with a larger share of modules that were not preloaded gets a preloader of its own.
 _NEW_SHARE_MAX = 0.05
-# Modules besides the standard library that an interpreter may load at its begin.
+# Modules besides the standard library that an interpreter may load as it starts.
 _STARTUP_MODULES = ("sitecustomize", "_distutils_hack", "_virtualenv", "__main__")
 
 
@@ -233,7 +233,7 @@ class _PreloadServer:
         )
         sys.stderr.write(f"not preloaded: {refusal}\n")
         sys.stderr.flush()
-        # Restore the state at the begin, which a module may have changed.
+        # Restore the state that this process began with, which a module may have changed.
         os.chdir(self._directory)
         os.umask(self._attributes["umask"])
         for number, handler in self._handlers.items():
