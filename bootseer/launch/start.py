@@ -103,9 +103,8 @@ def _start(settings: Settings, job: Job, setups: list[list[str]], say: Say) -> N
                 with stages.span(name) as span:
                     # Once the set-up enters a mount namespace of its own, mounts made outside it
                     # do not reach the job.
-                    before = checkpoints.finish
-                    below = stages.below(span)
-                    _set_up(settings, job, line, place, below, span, say, before_own_view=before)
+                    host = _SetupHost(stages.below(span), checkpoints.finish)
+                    _set_up(settings, job, line, place, span, say, host)
             place.enter()
             # After the environments: installed versions are part of a cache's key.
             caches, begun_ns = _restore_caches(settings, job, place, stages, say)
@@ -135,11 +134,9 @@ def _set_up(
     job: Job,
     command: list[str],
     place: Place,
-    timeline: Timeline,
     span: Span,
     say: Say,
-    *,
-    before_own_view: Callable[[], object],
+    host: "_SetupHost",
 ) -> None:
     """Restore the snapshot of one set-up, or run it. Raises: as `environment.run_setup`."""
     from bootseer.snapshots.environment import run_setup
@@ -155,7 +152,6 @@ def _set_up(
         )
     )
     request = replace(request, runner=_without_stdin(request.runner))
-    host = _SetupHost(timeline, before_own_view)
     result = run_setup(settings, request, report=say, forks=True, host=host)
     add_ready_names(os.environ, *result.ready_names)
     if result.mode:

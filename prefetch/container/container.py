@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Unpack
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from bootseer.base.documents import to_line
 from bootseer.errors import BootseerError, InvalidInputError, UnsupportedError, from_oserror
@@ -232,51 +233,51 @@ def prepare_container(
     configuration. Raises: as `mount.mount_image`.
     """
     parsed = [parse_bind(text) for text in binds]
+    rootless = not can_mount_directly()
+    owner = (os.geteuid(), os.getegid()) if rootless else None
+    runs_as = image.record.config.user if user is None else user
+    try:
+        fingerprint = _fingerprint_of(settings, image.record.identity, owner)
+        has_other = any(lingering_services(settings.run_dir, RUN, settings.job))
+        how, lingers = LIVE, True
+        mounted = _take_over(settings, image, fingerprint)
+        if mounted is None:
+            how, lingers = "changed" if has_other else "mounted", settings.linger_s > 0
+            options = ServeOptions(
+                purpose=RUN, watch_pid=os.getpid(), owner=owner, fingerprint=fingerprint
+            )
+            mounted = _mount_tree(settings, image, options, process)
+    except BaseException:
+        image.release()
+        raise
+    root, scratch = mounted.state_dir / "root", Path(mounted.state.scratch)
+    return Container(mounted, root, scratch, rootless, runs_as, runtime, parsed, how, lingers)
+
+
+def _mount_tree(
+    settings: Settings, image: FoundImage, options: ServeOptions, process: Process | None
+) -> MountedImage:
+    """Mount the image's tree in the folder of a new service, with a scratch folder.
+
+    `process`: as for `prepare_container`. On an error no folder is left. Raises: as `mount_image`.
+    """
     with contextlib.ExitStack() as stack:
-        rootless = not can_mount_directly()
-        owner = (os.geteuid(), os.getegid()) if rootless else None
-        runs_as = image.record.config.user if user is None else user
-        try:
-            fingerprint = _fingerprint_of(settings, image.record.identity, owner)
-            has_other = any(lingering_services(settings.run_dir, RUN, settings.job))
-            how = "changed" if has_other else "mounted"
-            live = _take_over(settings, image, fingerprint)
-            if live is not None:
-                root, scratch = live.state_dir / "root", Path(live.state.scratch)
-                return Container(
-                    *(live, root, scratch, rootless, runs_as, runtime, parsed, LIVE), lingers=True
-                )
-            process = process or stack.enter_context(start(TREE, settings.run_dir))
-            state_dir = new_service_dir(settings.run_dir, process.identity)
-        except BaseException:
-            image.release()
-            raise
+        process = process or stack.enter_context(start(TREE, settings.run_dir))
+        state_dir = new_service_dir(settings.run_dir, process.identity)
         scratch = settings.cache_dir / "containers" / state_dir.name
         try:
-            tree, root = state_dir / "tree", state_dir / "root"
-            for path in (tree, root):
-                private_directory(path)
+            tree = private_directory(state_dir / "tree")
+            private_directory(state_dir / "root")
             announce_scratch(state_dir, scratch)
             scratch = _make_scratch(scratch, state_dir)
-            options = ServeOptions(
-                purpose=RUN,
-                scratch=str(scratch),
-                watch_pid=os.getpid(),
-                owner=owner,
-                fingerprint=fingerprint,
-            )
-            mounted = mount_image(
-                settings, image, tree, options, state_dir=state_dir, process=process
-            )
+            options = replace(options, scratch=str(scratch))
+            return mount_image(settings, image, tree, options, state_dir=state_dir, process=process)
         except BaseException:
-            image.release()
             with contextlib.suppress(OSError):
                 scratch.rmdir()
             if not is_alive(state_dir):
                 shutil.rmtree(state_dir, ignore_errors=True)
             raise
-    lingers = settings.linger_s > 0
-    return Container(mounted, root, scratch, rootless, runs_as, runtime, parsed, how, lingers)
 
 
 def _make_scratch(wanted: Path, state_dir: Path) -> Path:

@@ -77,6 +77,11 @@ def open_source(
             f"images are not read from {scheme}://; give a directory, an OCI layout, an archive "
             "of docker save, docker://NAME or registry://HOST/NAME"
         )
+    return _open_path(source)
+
+
+def _open_path(source: str) -> ImageSource:
+    """Open the image in a directory or a file."""
     if not source:
         raise InvalidInputError("an image's source is empty; name a directory or an archive")
     path = Path(source)

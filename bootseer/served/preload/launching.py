@@ -180,6 +180,12 @@ def begin_preloaders(
     begun = from_line(answer, _Begun) if answer else _Begun("they could not be begun in time")
     if begun.failure:
         raise UnavailableError(begun.failure)
+    _note_begun(settings, folders, begun)
+    return begun.added, tuple(begun.command)
+
+
+def _note_begun(settings: Settings, folders: Sequence[PreloaderFolder], begun: _Begun) -> None:
+    """Write the processes that have begun to the states, and remove what nobody uses."""
     for folder, pid, is_shown in zip(folders, begun.pids, begun.is_shown, strict=True):
         if pid:
             state = read_state(folder.service)
@@ -191,7 +197,6 @@ def begin_preloaders(
         log_path(settings.run_dir, folder.service.name).unlink(missing_ok=True)
         if not is_shown:
             remove_service_dir(folder.service)
-    return begun.added, tuple(begun.command)
 
 
 def _plans(
