@@ -306,63 +306,91 @@ def guard(connection: Any, worker: int, stand_in: int) -> NoReturn:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.register(reader, select.POLLIN)
-    # The guard has stopped the worker; somebody else has; the stand-in was asked to stop; the
-    # stand-in has confirmed that.
-    is_stopped = is_stopped_by_others = is_asked = has_confirmed = False
-    # Number of SIGCONT sent to the stand-in by the guard, which the stand-in will pass on.
-    own_count = 0
+    state = _Guard(connection, worker, stand_in)
     while True:
         # Before the first wait, since the worker may have ended before there was a handler.
-        pid, status = posix.waitpid(worker, posix.WNOHANG | posix.WUNTRACED | posix.WCONTINUED)
-        if pid and posix.WIFSTOPPED(status):
-            if not is_stopped:
-                is_stopped_by_others, is_asked, has_confirmed = True, True, False
-                send(connection, b"S\0\0\0\0")
-        elif pid and posix.WIFCONTINUED(status):
-            is_asked |= is_stopped
-            is_stopped = is_stopped_by_others = False
-        elif pid:
-            send(connection, b"E" + status.to_bytes(4, "big"))
-            posix._exit(0)
-        # No event reports that a process other than a child was stopped, so its state is polled.
-        state = read(f"/proc/{stand_in}/stat").rpartition(b")")[2].split()[:1]
-        if state == [b"T"] and not is_stopped_by_others:
-            if is_asked:
-                is_asked = False
-                own_count += 1
-                _kill(stand_in, SIGCONT, of_group=False)
-            elif not is_stopped:
-                is_stopped = True
-                _kill(worker, SIGSTOP, of_group=True)
+        state.follow_worker()
+        state.follow_stand_in()
         for ready, _ in poll.poll(_CHECK_MS):
             if ready == reader:
                 posix.read(reader, 512)
-                continue
-            try:
-                data = connection.recv(512)
-            except BlockingIOError:
-                continue
-            except OSError:
-                data = b""
-            if not data:
-                # If the worker is a launcher, its workers have process groups of their own.
-                for one in _stopped_descendants(worker):
-                    _kill(one, SIGKILL, of_group=False)
-                _kill(worker, SIGKILL, of_group=True)
-                posix.waitpid(worker, 0)
-                posix._exit(0)
-            for place in range(0, len(data) - 1, 2):
-                number = data[place]
-                if number == 0:
-                    has_confirmed = True
-                elif number == SIGCONT and own_count:
-                    own_count -= 1
-                elif number == SIGCONT and is_stopped_by_others and not has_confirmed:
-                    pass  # sent before the worker was stopped
-                else:
-                    if number == SIGCONT:
-                        is_stopped, is_asked = False, is_asked and not has_confirmed
-                    _kill(worker, number, of_group=bool(data[place + 1]))
+            else:
+                state.receive()
+
+
+class _Guard:
+    """Both processes as the guard knows them: stopped or not, and by whom."""
+
+    def __init__(self, connection: Any, worker: int, stand_in: int) -> None:
+        self._connection = connection
+        self._worker = worker
+        self._stand_in = stand_in
+        # The guard has stopped the worker; somebody else has.
+        self._is_stopped = self._is_stopped_by_others = False
+        # The stand-in was asked to stop; the stand-in has confirmed that.
+        self._is_asked = self._has_confirmed = False
+        # Number of SIGCONT sent to the stand-in by the guard, which the stand-in will pass on.
+        self._own_count = 0
+
+    def follow_worker(self) -> None:
+        """Make the stand-in do what the worker has done: stop, go on, or end."""
+        flags = posix.WNOHANG | posix.WUNTRACED | posix.WCONTINUED
+        pid, status = posix.waitpid(self._worker, flags)
+        if pid and posix.WIFSTOPPED(status):
+            if not self._is_stopped:
+                self._is_stopped_by_others = self._is_asked = True
+                self._has_confirmed = False
+                send(self._connection, b"S\0\0\0\0")
+        elif pid and posix.WIFCONTINUED(status):
+            self._is_asked |= self._is_stopped
+            self._is_stopped = self._is_stopped_by_others = False
+        elif pid:
+            send(self._connection, b"E" + status.to_bytes(4, "big"))
+            posix._exit(0)
+
+    def follow_stand_in(self) -> None:
+        """Stop the worker if somebody has stopped the stand-in."""
+        # No event reports that a process other than a child was stopped, so its state is polled.
+        state = read(f"/proc/{self._stand_in}/stat").rpartition(b")")[2].split()[:1]
+        if state == [b"T"] and not self._is_stopped_by_others:
+            if self._is_asked:
+                self._is_asked = False
+                self._own_count += 1
+                _kill(self._stand_in, SIGCONT, of_group=False)
+            elif not self._is_stopped:
+                self._is_stopped = True
+                _kill(self._worker, SIGSTOP, of_group=True)
+
+    def receive(self) -> None:
+        """Pass the stand-in's signals on; kill the worker if the stand-in has ended."""
+        try:
+            data = self._connection.recv(512)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            # If the worker is a launcher, its workers have process groups of their own.
+            for one in _stopped_descendants(self._worker):
+                _kill(one, SIGKILL, of_group=False)
+            _kill(self._worker, SIGKILL, of_group=True)
+            posix.waitpid(self._worker, 0)
+            posix._exit(0)
+        for place in range(0, len(data) - 1, 2):
+            self._pass_on(data[place], of_group=bool(data[place + 1]))
+
+    def _pass_on(self, number: int, *, of_group: bool) -> None:
+        if number == 0:
+            self._has_confirmed = True
+        elif number == SIGCONT and self._own_count:
+            self._own_count -= 1
+        elif number == SIGCONT and self._is_stopped_by_others and not self._has_confirmed:
+            return  # sent before the worker was stopped
+        else:
+            if number == SIGCONT:
+                self._is_stopped = False
+                self._is_asked = self._is_asked and not self._has_confirmed
+            _kill(self._worker, number, of_group=of_group)
 
 
 def _kill(worker: int, number: int, *, of_group: bool) -> None:
