@@ -47,6 +47,7 @@ SCRIPTS = [
     "HF_TOKEN=$(cat /run/secrets/token) pip install --extra-index-url $INDEX x",
     "if true; then bash -c 'pip install x'; else exit 1; fi",
     "timeout 600 sudo -E pip install x",
+    "srun -n 8 numactl -N 0 pip install x",
 ]
 
 

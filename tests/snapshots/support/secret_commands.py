@@ -4,6 +4,7 @@ SECRET = "c0nf1dent1al"
 SECRETS = (SECRET, "hunter2", "Tr0ub4dor+3", "correct-horse", "wJalrXUtnFEMI/K7MDENG/bPxRfi")
 """Secrets that look like a name, a requirement or a path."""
 COMMANDS = (
+    "srun --export=ALL,TOKEN=SECRET -n 8 pip install x",
     "htpasswd -bn u SECRET",
     "smbclient -U u%SECRET //host/share",
     "openssl enc -aes256 -k SECRET -in a -out b",
