@@ -277,6 +277,25 @@ def test_less_is_enough_where_a_figure_stands_out(
     assert [(one.node, one.cause.name) for one in found] == [(node_name(0), cause)] * is_named
 
 
+@pytest.mark.parametrize(
+    ("even_s", "excess_s", "is_named"),
+    [(10.0, 0.24, False), (10.0, 0.26, True), (200.0, 0.9, False), (200.0, 1.1, True)],
+)
+def test_a_node_is_named_if_it_is_slower_by_a_quarter_of_a_second_and_half_a_percent_of_the_start(
+    even_s: float, excess_s: float, is_named: bool
+) -> None:
+    def track(number: int) -> Track:
+        loaded_s = 1.0 + excess_s * (number == 0)
+        spans = [
+            TrackSpan("load", 0.0, loaded_s),
+            TrackSpan("rest", loaded_s, loaded_s + even_s - 1.0),
+        ]
+        return Track(node_name(number), spans)
+
+    found = StartModel(StartGraph(map(track, range(20)))).analyse().stragglers
+    assert [one.node for one in found] == [node_name(0)] * is_named
+
+
 def test_blame_names_the_last_at_each_barrier_and_its_slow_stage() -> None:
     late = InjectedFault(node_name(1), "late scheduling")
     disk = InjectedFault(node_name(4), "slow disk", 3.0)
