@@ -6,15 +6,18 @@ nodes between it and the store. No node reads from a node whose path contains it
 lasts.
 
 A node begins with its parent in the tree. While the job is younger than `GATHER_S`, it waits for a
-parent that has not begun. It leaves its source
+parent that has not begun, unless so few nodes answer that the job begins over many seconds. It
+leaves its source
 
 - at once, when the source is silent for `SILENCE_S`, closes, refuses or sends wrong bytes;
-- for the store, when nothing comes to the nodes above it either, or for `_ABOVE_S`;
+- for the store, when nothing comes to the nodes above it either, or for `_ABOVE_S`, or when little
+  comes while the other tree comes quickly;
 - when the source has chunks and sends them slowly, or lacks chunks that its own source has. The
   children of the slow node move; the nodes below them wait for `STARVED_S`. Several objects share
   the node's line: each tree is due its share of it (`Line`);
 - for its parent, when the parent works again;
-- when the source feeds more than two nodes and another one feeds fewer.
+- when the source feeds more than two nodes and another one feeds fewer; where no place is free, for
+  a full node below the source, so that the surplus moves down to the nodes that began last.
 
 The children of a node that is lost or slow take the two places that it leaves free
 (`Trees.stand_in`), so that nobody feeds more than two and all lines stay full. A node that begins
@@ -45,6 +48,10 @@ ASK_S = 0.4
 """Deadline of an answer."""
 GATHER_S = 1.5
 """Age of the job up to which a node waits for its parent to begin."""
+_SPARSE_S, _SPARSE_MIN_S, _SPARSE_ANSWERS = 5.0, 0.5, 2
+"""Time after which all nodes will have begun, as answers foretell, that is too long to wait for a
+parent; least age of the job, and answers in a row, that foretell so. Otherwise, of 10,000 nodes
+that begin together some would take the few nodes that had begun for all."""
 STARVED_S = 2.0
 """Wait of a node until the nodes above it have gone round a slow node."""
 STUCK_S = 0.4
@@ -101,6 +108,9 @@ _TURN_S, _ALONE_S = 0.25, 0.3
 without any answer."""
 _HELP_S = 0.6
 """Time that a tree must still take to be read from two nodes."""
+_HELP_PAUSE_S, _HELP_EARLY_S = 0.1, 0.3
+"""Pause between questions for a second node, which are short; time for which the other tree may
+still take meanwhile."""
 _RANDOM_COUNT, _LAST_ASK_COUNT, _READERS_MAX = 6, 16, 4
 _TOP_COUNT, _NEWEST_MAX, _SEARCHES_MAX, _FREED_MAX = 7, 4, 4, 8
 
@@ -377,6 +387,8 @@ class SourcePlan:
         self._newest: dict[int, float] = {}
         """Times at which the nodes that began last have begun."""
         self._has_begun = self._has_met_parent = False
+        self._sparse_count = 0
+        """Answers in a row according to which the others begin over many seconds."""
         # While there is no source:
         self._lost_s, self._depth = now_s, len(self._ancestors)
         self._lost_source: int | None = None
@@ -495,9 +507,13 @@ class SourcePlan:
             if self._search_count:
                 return self._ask(now_s, self._unsearched())
             second = [*self._readers, *self._trees.top(self._tree, _TOP_COUNT)]
-            return self._ask(now_s, second if self._is_second_round else self._likely_sources())
+            if self._is_second_round:
+                return self._ask(now_s, second, least=_LAST_ASK_COUNT)
+            return self._ask(now_s, self._likely_sources())
         if self._wants_help:
-            return self._ask(now_s, self._likely_sources(), _ASK_PAUSE_S)
+            # Anybody: the nodes around this one are behind as well.
+            likely = self._likely_sources() if self._meter.is_low else [self.source]
+            return self._ask(now_s, likely, _HELP_PAUSE_S, _LAST_ASK_COUNT)
         if self.source == STORE:
             is_settled = self._parent == STORE and now_s - self._start_s > _SETTLED_S
             if is_settled and not self._meter.is_low:
@@ -541,7 +557,11 @@ class SourcePlan:
         for one in by_node.values():
             self._job_s = min(self._job_s, now_s - one.age_s)
             self.began(now_s, one.newest, one.newest_age_s)
-        if not self._waits_for_parent(now_s):
+        if self._waits_for_parent(now_s):
+            share = (len(by_node) + 1) / (len(self._asked or ()) + 1)
+            is_sparse = now_s - self._job_s > max(_SPARSE_MIN_S, _SPARSE_S * share)
+            self._sparse_count = self._sparse_count + 1 if is_sparse else 0
+        else:
             for node in self._asked or ():
                 if node not in by_node:
                     self._bans.add(now_s, node, Reason.REFUSED)
@@ -573,10 +593,18 @@ class SourcePlan:
             and one.streams + (one.node not in rack) < room + (self.source not in rack)
         ]
         best = self._choose(now_s, fewer, self.count)
-        if best is None:
-            self._search(now_s, by_node)
-            return None
-        return self._take(now_s, best, Reason.CROWDED)
+        if best is None and not self._search(now_s, by_node):
+            # Full nodes below: the place too many moves down, to where places are free.
+            below = [
+                one
+                for one in by_node.values()
+                if not one.is_low
+                and one.node in rack
+                and one.streams < self._offer.streams
+                and one.count + self._lead <= self._offer.count
+            ]
+            best = self._choose(now_s, below, self.count)
+        return None if best is None else self._take(now_s, best, Reason.CROWDED)
 
     def _leave_store(self, now_s: float, offers: Sequence[Offer]) -> Take | None:
         """Return a node that is ahead, or one nearer to the root that reads the store, too.
@@ -588,7 +616,8 @@ class SourcePlan:
 
         def is_better(one: Offer) -> bool:
             is_reader = one.path == (STORE,) and self._rank(one.node) < self._rank(self._node)
-            return one.count >= self.count + 2 or (is_reader and one.count >= least_count)
+            is_ahead = one.count >= self.count + 2 and not one.is_line_slow
+            return is_ahead or (is_reader and one.count >= least_count)
 
         def has_witness(one: Offer) -> bool:
             fed_count = max(1, min(self.count, one.count - self._lead))
@@ -634,8 +663,11 @@ class SourcePlan:
             and now_s - self._source_moved_s > _REPAIR_S + slack_s
             and (is_gone or source.is_line_slow or is_proven)
         )
+        # The store has all chunks: a root whose line is slow is behind it.
+        is_behind |= source.path == (STORE,) and source.is_line_slow
         if is_slow or is_behind or starved_s > starved_max_s:
-            best = self._choose(now_s, offers.values(), self.count + lead)
+            quick = [one for one in offers.values() if not one.is_line_slow]
+            best = self._choose(now_s, quick, self.count + lead)
             if self.source == self._parent and self._can_stand_in(now_s, offers):
                 best = self._stand_in
             if best is not None:
@@ -644,6 +676,9 @@ class SourcePlan:
         is_turn = now_s - max(self._meter.arrived_s, self._path_changed_s, above_s) > turn_s
         # Where the source has more, it is more likely the own line.
         is_turn &= not is_slow or low_s > 2 * turn_s * self._patience
+        # The other tree shows that the store and this line are not slow: the nodes above are.
+        is_late = starved_s > turn_s + slack_s or low_s > 2 * (turn_s + slack_s)
+        is_turn |= is_late and self._is_other_tree_better
         return self._leave(now_s, STORE, Reason.STARVED) if is_turn else None
 
     def _find_source(self, now_s: float, offers: dict[int, Offer]) -> Take | None:
@@ -694,7 +729,8 @@ class SourcePlan:
     def _waits_for_parent(self, now_s: float) -> bool:
         is_new = self.count == 0 and not self._has_met_parent and self._parent != STORE
         is_banned = self._bans.has(now_s, self._parent)
-        return is_new and not is_banned and now_s - self._job_s < GATHER_S
+        is_young = now_s - self._job_s < GATHER_S and self._sparse_count < _SPARSE_ANSWERS
+        return is_new and not is_banned and is_young
 
     @property
     def _is_late(self) -> bool:
@@ -711,7 +747,8 @@ class SourcePlan:
     @property
     def _is_held_up(self) -> bool:
         """Whether the source has chunks that arrive slowly."""
-        return self._meter.is_low and self._offer.count - self.count >= self._lead
+        has_chunks = self.source == STORE or self._offer.count - self.count >= self._lead
+        return self._meter.is_low and has_chunks
 
     @property
     def _is_line_slow(self) -> bool:
@@ -719,9 +756,20 @@ class SourcePlan:
         return self._is_held_up and self.other is not None and self.other._is_held_up
 
     @property
+    def _is_other_tree_better(self) -> bool:
+        """Whether the other tree comes at a good rate, and much faster than this one."""
+        if self.other is None:
+            return False
+        meter = self.other._meter
+        rate = meter.best if self.other.is_whole else meter.recent
+        return self._meter.rate <= _LOW_SHARE * rate and rate > _LOW_SHARE * meter.best
+
+    @property
     def _wants_help(self) -> bool:
         """Whether half of the line is free, since the other tree is whole, and this one is not."""
-        if self.helper is not None or self.other is None or not self.other.is_whole:
+        if self.helper is not None or self.other is None or not self.length:
+            return False
+        if self.other.length - self.other.count > self.other._chunks_in(_HELP_EARLY_S):
             return False
         rate = self._meter.best if math.isinf(self._meter.rate) else self._meter.rate
         return (self.length - self.count) * self.chunk_bytes > _HELP_S * rate
@@ -801,8 +849,10 @@ class SourcePlan:
         likely += self._freed
         return [*likely, trees.parent(1 - tree, node), *trees.children(tree, node)]
 
-    def _ask(self, now_s: float, likely: Iterable[int], pause_s: float = 0.0) -> Ask:
-        """Ask these nodes and some random ones."""
+    def _ask(
+        self, now_s: float, likely: Iterable[int], pause_s: float = 0.0, least: int = 0
+    ) -> Ask:
+        """Ask these nodes and some random ones, `least` in all."""
 
         def is_new(node: int) -> bool:
             is_nobody = node in (STORE, self._node) or node in nodes
@@ -812,7 +862,6 @@ class SourcePlan:
         for node in likely:
             if is_new(node):
                 nodes.append(node)
-        least = _LAST_ASK_COUNT if self.source is None and self._is_second_round else 0
         wanted, count = max(len(nodes) + _RANDOM_COUNT, least), self._trees.node_count
         for _ in range(2 * min(wanted, count)):
             node = int(self._random() * count)

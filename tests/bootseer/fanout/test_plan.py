@@ -75,6 +75,18 @@ def test_six_faulty_nodes_of_32_cost_little(seed: int) -> None:
     assert outcome.copies < 1.2
 
 
+@pytest.mark.parametrize(
+    ("lost", "frozen", "slow"), [((6, 19), 22, (24, 20, 16)), ((23, 15), 30, (9, 13, 7))]
+)
+def test_nodes_below_a_slow_node_that_reads_the_store_read_it_themselves(
+    lost: tuple[int, ...], frozen: int, slow: tuple[int, ...]
+) -> None:
+    """A named fault: a drip through slow nodes near the root kept all others from the store."""
+    outcome = run(World(32, lost=lost, frozen=(frozen,), slow=slow))
+    assert outcome.ratio < 2.4
+    assert outcome.copies < 1.2
+
+
 def test_nodes_that_begin_within_a_second_wait_for_their_parents() -> None:
     dice = random.Random(1)
     outcome = run(World(100, joined_s={n: dice.random() for n in range(100)}))
@@ -89,6 +101,34 @@ def test_nodes_that_begin_late_read_from_those_that_began_last() -> None:
     outcome = run(World(32, absent=absent, joined_s=joined_s))
     assert outcome.ratio < 1.8
     assert outcome.copies < 1.2
+
+
+def test_nodes_that_begin_over_many_seconds_cost_half_a_start() -> None:
+    """A named fault: those that began first waited for parents that came seconds later."""
+    ratios = []
+    for seed in range(1, 13):
+        dice = random.Random(seed)
+        absent = tuple(dice.sample(range(32), 8))
+        joined_s = {n: 10 * dice.random() for n in range(32) if n not in absent}
+        ratios.append(run(World(32, absent=absent, joined_s=joined_s, seed=seed)).ratio)
+    assert sum(ratios) / len(ratios) < 1.45
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_node_waits_for_its_parent_unless_few_others_have_begun(is_sparse: bool) -> None:
+    trees = Trees(100)
+    plan = SourcePlan(trees, 0, 0, chunk_bytes=1, random=random.Random(1).random, now_s=0.0)
+    plan.step(0.0)
+    plan.lost(0.1, Reason.REFUSED)
+    taken_s = []
+    for tick in range(1, 14):
+        now_s = tick / 10
+        if isinstance(step := plan.step(now_s), Ask):
+            there = [n for n in step.nodes if n != trees.parent(0, 0)]
+            there = there[: 1 if is_sparse else len(there) // 2]
+            step = plan.answered(now_s, [Offer(n, 3, 0, (STORE,), age_s=now_s) for n in there])
+        taken_s += [now_s] if isinstance(step, Take) else []
+    assert bool(taken_s) == is_sparse
 
 
 @pytest.mark.parametrize("seed", range(1, 4))
