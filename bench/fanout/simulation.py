@@ -51,6 +51,9 @@ class World:
     joined_s: dict[int, float] = field(default_factory=dict)
     """Time at which a node begins; 0 for nodes that are not named."""
     absent: tuple[int, ...] = ()
+    chunk_cpu_s: float = 0.0
+    """CPU of a chunk at each node, on `cores` that all nodes share; 0: each node has its own."""
+    cores: int = 2
     outage_s: tuple[float, float] = (0.0, 0.0)
     """Between these times no node reaches another one; all reach the store."""
     racks: int = 1
@@ -164,6 +167,8 @@ class Simulation:
         self.store_bytes = self._turn = self.helps = 0
         self._crossing: defaultdict[tuple[int, bool], set[_Stream]] = defaultdict(set)
         """Busy streams out of (True) and into each rack."""
+        self._free_s = [0.0] * world.cores
+        """Times at which the shared cores are free."""
         self._came: Counter[int] = Counter()
         """Chunks that came to each rack by its uplink."""
         self.done_s: dict[int, float] = {}
@@ -413,8 +418,17 @@ class Simulation:
         stream.next += 1
         if told is None:
             self.store_bytes += self.world.chunk_bytes
-        self._at(self.now_s + self.world.hop_s, self._arrive, stream, stream.next - 1, told)
+        ready_s = self._computed_s() + self.world.hop_s
+        self._at(ready_s, self._arrive, stream, stream.next - 1, told)
         self._pump(stream)
+
+    def _computed_s(self) -> float:
+        """Return when a core has handled a chunk that comes now."""
+        if not self.world.chunk_cpu_s:
+            return self.now_s
+        free_s = max(self.now_s, heapq.heappop(self._free_s)) + self.world.chunk_cpu_s
+        heapq.heappush(self._free_s, free_s)
+        return free_s
 
     def _arrive(self, stream: _Stream, index: int, told: Offer | None) -> None:
         node, tree = stream.child, stream.tree
