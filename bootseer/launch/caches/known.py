@@ -75,6 +75,9 @@ KNOWN = (
 MEGATRON_OPTION = "--data-cache-path"
 """Option by which a command of Megatron-LM names the folder of its dataset indexes."""
 
+CACHED_PACKAGES = frozenset(name for one in KNOWN for name in one.packages)
+"""Packages of which one at least must be installed for a cache in the table that needs no GPU."""
+
 ALL_PACKAGES = tuple(sorted({name for one in KNOWN for name in (*one.packages, *one.decided_by)}))
 """Packages that decide for a folder named by `--keep`, whose contents are not known."""
 

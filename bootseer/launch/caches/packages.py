@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from bootseer.base.package_names import package_of
 from bootseer.errors import BootseerError
-from bootseer.launch.caches.known import ALL_PACKAGES, data_cache_path
+from bootseer.launch.caches.known import ALL_PACKAGES, CACHED_PACKAGES, data_cache_path
 from bootseer.linux.root_paths import WorkingDirectory, find_program, resolve_in_root
 
 _PYTHON = re.compile(r"python(\d+(\.\d+t?)?)?")
@@ -76,7 +76,7 @@ def may_have_caches(command: Sequence[str], environ: Mapping[str, str]) -> bool:
     except (BootseerError, OSError):
         return False  # for example, the working directory was removed
     return (
-        bool(python and python.versions())
+        bool(python and not CACHED_PACKAGES.isdisjoint(python.versions()))
         or any(map(os.path.exists, _GPUS))
         or bool(data_cache_path(tuple(command)))
     )
