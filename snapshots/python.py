@@ -34,6 +34,7 @@ answer the key is another one, and the set-up is made anew."""
 _OUTPUT_BYTES_MAX = 256 * 1024
 # List of the host's shared libraries, which is rewritten when one is installed.
 _LIBRARIES = "/etc/ld.so.cache"
+_ELF = b"\x7fELF"
 _DECIDING = ("HOME", "LD_LIBRARY_PATH", "__PYVENV_LAUNCHER__")
 # Runs on any Python 3; -I would hide a PYTHONPATH that the command sees, so it is not used.
 _PROBE = """
@@ -189,7 +190,12 @@ def remembered(
 
     `ask` is called if the program, its environment or the host's libraries have changed. Starting
     an interpreter takes longer than the rest of a start that finds everything in place.
+
+    A launcher in the place of the interpreter (pyenv, asdf, mise) is asked each time: the files and
+    variables by which it chooses an interpreter are its own affair.
     """
+    if not _is_interpreter(os.path.realpath(python)):
+        return ask()
     path = folder / f"{_digest(python)}.json"
     known_by = _known_by(python, environ)
     found = read_private_file(path, _REMEMBERED)
@@ -200,6 +206,17 @@ def remembered(
         with contextlib.suppress(OSError, BootseerError):
             write_private_file(path, _REMEMBERED.encode(_Remembered(known_by, interpreter)))
     return interpreter
+
+
+def _is_interpreter(program: str) -> bool:
+    """Return whether a program without links is an interpreter: neither a script nor a launcher."""
+    if not PYTHON.fullmatch(os.path.basename(program)):
+        return False
+    try:
+        with Path(program).open("rb") as file:
+            return file.read(len(_ELF)) == _ELF
+    except OSError:
+        return False
 
 
 def _known_by(python: str, environ: Mapping[str, str]) -> str:

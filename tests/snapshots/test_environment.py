@@ -305,6 +305,27 @@ def test_the_interpreter_is_part_of_the_key(
     assert said[0] != said[1]
 
 
+def test_a_launcher_that_chooses_another_interpreter_changes_the_key(
+    tmp_path: Path, make_node: MakeNode
+) -> None:
+    """Regression: the answer of pyenv's `python3` was kept while `pyenv global` chose another."""
+    launcher = tmp_path / "shims/python3"
+    launcher.parent.mkdir()
+    chosen = tmp_path / "version"
+    launcher.write_text(
+        f"#!/bin/sh\nchosen=$(cat {chosen})\n"
+        f'{sys.executable} "$@" | sed "s|\\"version\\": \\"[^\\"]*|\\"version\\": \\"$chosen|"\n'
+    )
+    launcher.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{launcher.parent}:{os.environ['PATH']}"}
+    for runs_expected, version in enumerate(("3.11.1", "3.12.1"), 1):
+        chosen.write_text(version)
+        for _ in range(2):
+            run_setup(make_node("a"), counted_request(tmp_path, environ=environ))
+            assert runs(tmp_path) == runs_expected
+        shutil.rmtree(tmp_path / "env")
+
+
 @pytest.mark.parametrize("mode", ["extract", "link", "mount"])
 def test_the_working_directory_as_target(
     tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, mode: str
