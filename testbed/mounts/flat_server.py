@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from bootseer.fuse.kernel.dispatch import Dispatcher
 from bootseer.fuse.kernel.operations import Buffer, Caller
+from bootseer.fuse.kernel.server import FuseServer
 from bootseer.served.supervision.heartbeat import Heartbeat
 from bootseer.served.supervision.supervisor import RestartPolicy, supervise
 from testbed.kernels import offer_as
@@ -32,7 +33,8 @@ class CrashingDirectory(FlatDirectory):
 
     If there is a folder "stick-once", the next read removes it and then hangs: it stores pages in
     the kernel while the kernel waits for them. With a file "stop-once", the next worker stops as
-    soon as it has said that it serves.
+    soon as it has said that it serves. With a file "wait-once", the next worker's main thread waits
+    for SIGTERM as soon as the worker serves, before the worker has said so.
     """
 
     def __init__(self, root: Path, mode: OpenMode) -> None:
@@ -62,6 +64,17 @@ def _answer_stopped(heartbeat: Heartbeat, stop: int) -> None:
 
 
 _answer_until = Heartbeat.answer_until
+
+
+def _start_and_wait(server: FuseServer, *, resend: bool) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    _start(server, resend=resend)
+    signal.sigwait([signal.SIGTERM])
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+_start = FuseServer.start
 
 
 def _say(text: str) -> None:
@@ -97,6 +110,10 @@ def main() -> None:
         if order.exists():
             order.unlink()
             Heartbeat.answer_until = _answer_stopped  # type: ignore[method-assign, assignment]
+        order = Path(source, "wait-once")
+        if order.exists():
+            order.unlink()
+            FuseServer.start = _start_and_wait  # type: ignore[method-assign, assignment]
         return CrashingDirectory(Path(source), OpenMode(mode))
 
     if how.startswith("supervise"):

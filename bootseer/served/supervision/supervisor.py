@@ -24,6 +24,7 @@ its reply makes that request fail with EIO.
 Only this module forks. The supervisor stays single-threaded, and imports nothing heavy.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -53,6 +54,8 @@ Factory = Callable[[Attached], Operations]
 """Makes the operations of one worker; called in the worker."""
 HANDED_OVER = 75  # EX_TEMPFAIL of sysexits.h
 _WORKER_FAILED = 70  # EX_SOFTWARE of sysexits.h
+# What a worker says to its supervisor: from now on a request may be answered; the mount works.
+_BEGINS, _SERVES = b"b", b"s"
 _STUCK_S = 1.0
 """Time for a killed process to end, unless a thread of it waits in the kernel."""
 _READY_DEADLINE_S = 120.0
@@ -271,17 +274,27 @@ class _Supervisor(Struct):
         return pid, ready
 
     def _await_ready(self, ready: int) -> bool:
-        """Wait until the first worker serves. Return False if the mount is not wanted any more."""
+        """Wait until the first worker serves; return early if the mount is not wanted any more.
+
+        Return False if the worker has answered no request.
+        """
+        ends = [self.stop.fileno()]
+        if self.report is not None:
+            ends.append(self.report.fileno())
+        deadline_s = time.monotonic() + _READY_DEADLINE_S
+        said = b""
         try:
-            ends = [self.stop.fileno()]
-            if self.report is not None:
-                ends.append(self.report.fileno())
-            readable = wait_readable([ready, *ends], _READY_DEADLINE_S)
-            said = os.read(ready, 1) if ready in readable else b""
+            while True:
+                readable = wait_readable([ready, *ends], deadline_s - time.monotonic())
+                if ready in readable:
+                    said = os.read(ready, 1)  # b"" once the worker has ended
+                if readable != [ready] or said != _BEGINS:
+                    break
         finally:
             os.close(ready)
         path = self.attached.path
-        if said or any(end in readable for end in ends):
+        if said == _SERVES or any(end in readable for end in ends):
+            # A worker that has begun is ended like one that serves: a file may be open for writing.
             return bool(said)
         if not readable:
             raise UnavailableError(
@@ -401,13 +414,12 @@ def _run_worker(
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             operations = _made(factory, attached, report)
             server = FuseServer(operations, attached, options, on_end=stop.wake)
+            # Before the first request is answered: the threads serve while this one may wait for a
+            # processor.
+            _tell(tell, _BEGINS)
             server.start(resend=resend)
             heartbeat.start_answering()
-            # After a restart nobody reads the pipe.
-            try:
-                os.write(tell, b"1")
-            except BrokenPipeError:
-                pass
+            _tell(tell, _SERVES)
             os.close(tell)
             heartbeat.answer_until(stop.fileno())
             if server.failure is None:
@@ -419,6 +431,12 @@ def _run_worker(
         logging.shutdown()
         # Not sys.exit: everything above this frame belongs to the supervisor.
         os._exit(code)
+
+
+def _tell(pipe: int, what: bytes) -> None:
+    # After a restart nobody reads the pipe.
+    with contextlib.suppress(BrokenPipeError):
+        os.write(pipe, what)
 
 
 def _made(factory: Factory, attached: Attached, report: Report | None) -> Operations:

@@ -42,6 +42,14 @@ with open(sys.argv[1], "rb", buffering=0) as file:
     assert not file.read(1)
 sys.stdout.write(digest.hexdigest())
 """
+# Opens a file, and says after a line of input whether the file can still be read.
+_HOLD = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_RDONLY)
+sys.stdout.write("x"); sys.stdout.flush(); sys.stdin.read(1)
+try: os.pread(fd, 10, 0); sys.stdout.write("read")
+except OSError: sys.stdout.write("failed")
+"""
 
 
 class Process:
@@ -81,9 +89,15 @@ class Process:
 
 @contextlib.contextmanager
 def _process(mountpoint: Path, *arguments: str | Path) -> Iterator[Process]:
+    with _started(mountpoint, *arguments) as process:
+        process.await_ready()
+        yield process
+
+
+@contextlib.contextmanager
+def _started(mountpoint: Path, *arguments: str | Path) -> Iterator[Process]:
     process = Process(*arguments)
     try:
-        process.await_ready()
         yield process
     except BaseException:
         # pytest shows the server's log with a failure.
@@ -120,6 +134,19 @@ def _write_large(source: Path) -> str:
     return digest.hexdigest()
 
 
+def _hold(path: Path) -> "subprocess.Popen[str]":
+    """Start `_HOLD`, and return once it has opened the file."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.read(1) == "x"
+    return holder
+
+
 def _cat(path: Path) -> str:
     return fuse_mount.run(["cat", path]).stdout
 
@@ -149,26 +176,27 @@ def test_unmounting_from_outside_ends_the_server(source: Path, mountpoint: Path,
 def test_a_signal_waits_for_open_files_only_so_long(
     source: Path, mountpoint: Path, how: str
 ) -> None:
-    code = """
-import os, sys
-fd = os.open(sys.argv[1], os.O_RDONLY)
-sys.stdout.write("x"); sys.stdout.flush(); sys.stdin.read(1)
-try: os.pread(fd, 10, 0); sys.stdout.write("read")
-except OSError: sys.stdout.write("failed")
-"""
     with _process(mountpoint, how, source, mountpoint, "direct_io", "0.3") as server:
-        holder = subprocess.Popen(
-            [sys.executable, "-c", code, mountpoint / "small"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert holder.stdout is not None
-        assert holder.stdout.read(1) == "x"
+        holder = _hold(mountpoint / "small")
         server.process.terminate()
-        code_, out, err = server.end()
-        assert (code_, out) == (0, "ended\n"), err
+        code, out, err = server.end()
+        assert (code, out) == (0, "ended\n"), err
         assert holder.communicate("x", timeout=_DEADLINE_S)[0] == "failed"
+
+
+def test_a_signal_waits_for_open_files_as_soon_as_requests_are_answered(
+    source: Path, mountpoint: Path
+) -> None:
+    """Regression: until the worker had said that it serves, a signal killed it."""
+    (source / "wait-once").touch()
+    with _started(mountpoint, "supervise", source, mountpoint, "direct_io", "60") as server:
+        wait_for(lambda: mount_table.find_mount(mountpoint) is not None, "the mount")
+        holder = _hold(mountpoint / "small")
+        server.process.terminate()
+        wait_for(lambda: mount_table.find_mount(mountpoint) is None, "the end of the mount")
+        assert holder.communicate("x", timeout=_DEADLINE_S)[0] == "read"
+        code, out, err = server.end()
+        assert (code, out) == (0, "ready\nended\n"), err
 
 
 def test_a_mount_that_fails_exits_with_a_reason(source: Path, tmp_path: Path) -> None:
