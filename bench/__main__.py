@@ -20,6 +20,7 @@ from bench.reporting.result import Result, save
 from bench.reporting.tables import Row, environment_line, ratio_rows, variant_rows
 from bench.runner import run_case, smoke
 from testbed.needs import MissingError
+from testbed.search_path import usual_search_path
 
 _HERE = Path(__file__).resolve().parent
 _RESULTS = _HERE / "results"
@@ -83,6 +84,7 @@ def main(
     Example:
       python -m bench fuse-read --quick --json /tmp/fuse-read.json
     """
+    os.environ["PATH"] = usual_search_path()
     cases = all_cases()
     if is_list:
         for case in cases.values():

@@ -194,7 +194,7 @@ def remembered(
     A launcher in the place of the interpreter (pyenv, asdf, mise) is asked each time: the files and
     variables by which it chooses an interpreter are its own affair.
     """
-    if not _is_interpreter(os.path.realpath(python)):
+    if not is_interpreter(os.path.realpath(python)):
         return ask()
     path = folder / f"{_digest(python)}.json"
     known_by = _known_by(python, environ)
@@ -208,7 +208,7 @@ def remembered(
     return interpreter
 
 
-def _is_interpreter(program: str) -> bool:
+def is_interpreter(program: str) -> bool:
     """Return whether a program without links is an interpreter: neither a script nor a launcher."""
     if not PYTHON.fullmatch(os.path.basename(program)):
         return False

@@ -1,7 +1,6 @@
 """Fixtures and hooks for all tests."""
 
 import gc
-import os
 import secrets
 import signal
 from collections import defaultdict
@@ -25,6 +24,7 @@ from testbed.hdfs.running import running
 from testbed.images.rootfs import python_root
 from testbed.needs import MissingError, require
 from testbed.processes import uninterruptible_threads
+from testbed.search_path import usual_search_path
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.registry import Registry, running_registry
 from testbed.servers.s3 import make_bucket, rgw_server, s3_server
@@ -184,12 +184,8 @@ def _environment() -> Iterator[None]:
         patched.setenv(TEST_NETWORK, limited.__name__)
         # Without this, each start is followed by a process that copies its timeline to the store.
         patched.setenv(variable_of("publish_timelines"), "off")
-        # Packages of an activated environment, such as torch, would change starts.
-        if environment := os.environ.get("VIRTUAL_ENV"):
-            folders = os.environ["PATH"].split(os.pathsep)
-            kept = [folder for folder in folders if folder != f"{environment}/bin"]
-            patched.setenv("PATH", os.pathsep.join(kept))
-            patched.delenv("VIRTUAL_ENV")
+        patched.setenv("PATH", usual_search_path())
+        patched.delenv("VIRTUAL_ENV", raising=False)
         yield
 
 
