@@ -7,7 +7,7 @@ product starts in the tests' own process. The forked process is the caller's chi
 the requested arguments, environment, directory, standard files, session and user, also in /proc.
 `Popen` starts a fresh interpreter where a fork would differ from it (other options, encodings,
 warnings, namespaces, passed descriptors), or where the kernel does not let a process change its
-command line.
+command line. `failures` tells why a fork did not succeed.
 
 Thread-safe. A test of how the interpreter starts uses the fixture `fresh_interpreters`.
 """
@@ -53,6 +53,9 @@ _LINKER_VARIABLES = ("LD_", "MALLOC_", "GLIBC_")
 _MOST_BYTES = 100_000
 _ANSWER_S = 60.0
 _PREPARED_S = 300.0
+_READY = "ready"
+_REASON_BYTES = 1000
+_SHOWN = 60
 _ALONE_S = 5.0
 _NAMESPACES = ("mnt", "net", "pid", "user")
 
@@ -168,7 +171,6 @@ class _Client:
         self._words = list(words)
         self._module, self._arguments = module, arguments
         self._is_able = True
-        self._has_forked = False
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
@@ -180,10 +182,11 @@ class _Client:
         environment = os.environ if request["env"] is None else request["env"]
         if os.getpid() != self._owner or not self._is_for(request["args"], environment):
             return None
+        directory = os.fsdecode(request["cwd"] or "")
         wished = {
             "arguments": [os.fsdecode(word) for word in request["args"]],
             "environment": {os.fsdecode(k): os.fsdecode(v) for k, v in environment.items()},
-            "directory": os.fsdecode(request["cwd"] or Path.cwd()),
+            "directory": directory if os.path.isabs(directory) else str(Path(directory).absolute()),
             "session": request["start_new_session"],
             "user": request["uid"],
             "group": request["gid"],
@@ -198,17 +201,20 @@ class _Client:
                 self._socket = self._begin()
             if not self._is_able or _namespaces() != self._namespaces:
                 return None
-            socket.send_fds(self._socket, [text], request["files"])
-            pid = int(self._socket.recv(64))
-        if pid < 0:
-            os.waitpid(-pid, 0)
-        if pid <= 0:
-            # The next one could not be forked, either, unless others have been: a user may not
-            # enter a directory, for example.
-            self._is_able = self._has_forked
-            return None
-        self._has_forked = True
-        return pid
+            try:
+                socket.send_fds(self._socket, [text], request["files"])
+                answer = self._socket.recv(_REASON_BYTES).decode()
+            except BaseException:
+                # The next one would get the late answer to this one.
+                self._is_able = False
+                raise
+        pid, _, reason = answer.partition(" ")
+        if int(pid) > 0:
+            return int(pid)
+        if int(pid) < 0:
+            os.waitpid(-int(pid), 0)
+        failures.append(f"{' '.join(wished['arguments'][1:])[:_SHOWN]}: {reason}")
+        return None
 
     def _is_for(self, arguments: Sequence[Any], environment: Mapping[Any, Any]) -> bool:
         words = [os.fsdecode(word) for word in arguments[:4]]
@@ -232,11 +238,13 @@ class _Client:
         self._namespaces = _namespaces()
         atexit.register(self._end)
         ours.settimeout(_PREPARED_S)
-        said = ours.recv(64)
+        said = ours.recv(_REASON_BYTES).decode()
         if not said:
             # Fresh interpreters in its place would take the tests twice the processor time.
             raise RuntimeError(f"{self._module} has ended with {self._process.wait(60)}")
-        self._is_able = said == b"ready"
+        self._is_able = said == _READY
+        if not self._is_able:
+            failures.append(f"any program of this process: {said}")
         ours.settimeout(_ANSWER_S)
         return ours
 
@@ -247,6 +255,8 @@ class _Client:
 
 
 _clients = [_Client()]
+failures: list[str] = []
+"""Programs for which this process had to start a fresh interpreter, each with the reason."""
 
 
 def _start(request: Mapping[str, Any]) -> int | None:
@@ -317,10 +327,7 @@ def serve(descriptor: int) -> None:
     channel = socket.socket(fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _OWN_FD))
     os.close(descriptor)
     address = ctypes.c_ulong()
-    able = _library.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0) == 0
-    # On a busy machine a thread of an import may still be ending.
-    able = able and any(len(os.listdir("/proc/self/task")) == 1 for _ in polling(_ALONE_S))
-    channel.send(b"ready" if able else b"cannot")
+    channel.send((_hindrance(address) or _READY).encode()[:_REASON_BYTES])
     gc.collect()
     gc.freeze()
     while True:
@@ -331,9 +338,25 @@ def serve(descriptor: int) -> None:
         if pid == 0:
             _become(json.loads(text), files, channel)
         if pid < 0:
-            channel.send(b"0")
+            reason = f"0 cannot fork: {os.strerror(ctypes.get_errno())}"
+            channel.send(reason.encode()[:_REASON_BYTES])
         for descriptor in files:
             os.close(descriptor)
+
+
+def _hindrance(tid_address: ctypes.c_ulong) -> str:
+    """Find the address for `_fork`; return the reason why this process cannot serve, or ""."""
+    if _library.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(tid_address), 0, 0, 0):
+        return "the kernel does not tell at which address it clears a thread's id"
+    try:
+        _name(sys.orig_argv, os.environ)
+    except OSError as error:
+        return str(error)
+    # On a busy machine a thread of an import may still be ending.
+    if not any(len(os.listdir("/proc/self/task")) == 1 for _ in polling(_ALONE_S)):
+        threads = Path("/proc/self/task").glob("*/comm")
+        return f"imports have left threads: {[one.read_text().strip() for one in threads]}"
+    return ""
 
 
 def _import_all() -> None:
@@ -363,15 +386,14 @@ def _fork(tid_address: int) -> int:
 
 def _become(request: dict[str, Any], files: Sequence[int], channel: socket.socket) -> NoReturn:
     """Run the requested program in this process, and exit."""
-    answer = -os.getpid()
     try:
         _set_up(request, files)
-        answer = -answer
-    finally:
-        channel.send(str(answer).encode("ascii"))
-        channel.close()
-        if answer < 0:
-            os._exit(1)
+    except BaseException as error:
+        reason = f"-{os.getpid()} {type(error).__name__}: {error}"
+        channel.send(reason.encode(errors="replace")[:_REASON_BYTES])
+        os._exit(1)
+    channel.send(str(os.getpid()).encode("ascii"))
+    channel.close()
     code = _code_of(*_split(sys.orig_argv)[1][:2])
     # End as the interpreter does, without freeing all modules.
     threading._shutdown()  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -100,6 +100,25 @@ def reset_signals() -> None:
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["not_forked"] = zygote.failures
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    # A worker that was killed has no output.
+    zygote.failures += getattr(node, "workeroutput", {}).get("not_forked", ())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show why programs were not forked: fresh interpreters take ten times the processor time."""
+    if zygote.failures:
+        terminalreporter.section("programs that could not be forked")
+        for line in zygote.failures:
+            terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,6 +9,7 @@ import pytest
 
 from testbed import zygote
 from testbed.needs import MissingError
+from testbed.paths import REPOSITORY
 from testbed.users import NOBODY
 
 _TELL = """
@@ -80,3 +81,22 @@ def test_is_forked_also_for_a_user_who_cannot_read_the_interpreter(tmp_path: Pat
     except PermissionError as error:
         raise MissingError(f"the kernel lets nobody rename a process: {error}") from None
     assert out == f"{(NOBODY,) * 3} [] True\n"
+
+
+def test_a_start_that_cannot_be_forked_costs_no_other_its_fork() -> None:
+    program = """
+import os, subprocess, sys
+from testbed import zygote
+zygote.install()
+tell = [sys.executable, "-c", "import sys; print('bootseer' in sys.modules, flush=True)"]
+subprocess.run(tell, stdin=os.open("/", os.O_RDONLY))
+subprocess.run(tell)
+print(*zygote.failures)
+"""
+    with zygote.without_zygote():
+        _, out, err = _done(("-c", program), REPOSITORY)
+    # The first does not start at all: the interpreter refuses a folder as its input.
+    forked, failure = out.splitlines()
+    assert forked == "True", err
+    assert failure.startswith("-c import sys")
+    assert "IsADirectoryError" in failure
