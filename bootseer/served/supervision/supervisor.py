@@ -238,8 +238,6 @@ class _Supervisor(Struct):
                 if code == 0:
                     return
                 worker = self._replace(code)
-                if worker < 0:
-                    return
         finally:
             self._clean_up(worker)
 
@@ -332,7 +330,7 @@ class _Supervisor(Struct):
         return True
 
     def _replace(self, code: int) -> int:
-        """Start the successor of a worker that died. Return its pid, or -1 after a stop signal."""
+        """Start the successor of a worker that died, and return its pid."""
         path = self.attached.path
         if code == HANDED_OVER and self.hand_over is not None:
             self._try_to_hand_over(self.hand_over)
@@ -350,8 +348,10 @@ class _Supervisor(Struct):
                 f"the processes that serve {path} keep dying ({_describe_exit(code)}): unmounted"
             )
         log.warning("the process that served %s died (%s): restarting", path, _describe_exit(code))
-        if pause_s and wait_readable([self.stop.fileno()], pause_s):
-            return -1
+        if pause_s:
+            # Also after a stop signal: open files work until they are closed, but not without a
+            # worker.
+            wait_readable([self.stop.fileno()], pause_s)
         worker, ready = self._start(resend=True)
         os.close(ready)
         return worker

@@ -199,6 +199,28 @@ def test_a_signal_waits_for_open_files_as_soon_as_requests_are_answered(
         assert (code, out) == (0, "ready\nended\n"), err
 
 
+def test_a_signal_waits_for_open_files_though_workers_die(source: Path, mountpoint: Path) -> None:
+    """Regression: a signal before the start of the next worker aborted the mount."""
+    _require_resend()
+    with _process(mountpoint, "supervise", source, mountpoint, "direct_io", "60") as server:
+        holder = _hold(mountpoint / "small")
+        first = server.worker()
+        os.kill(first, signal.SIGKILL)
+        # There is a pause before a second restart, and the signal is there when it begins.
+        second = server.worker(other_than=first)
+        server.process.send_signal(signal.SIGSTOP)
+        pidfd = os.pidfd_open(second)
+        os.kill(second, signal.SIGKILL)
+        assert wait_readable([pidfd], _DEADLINE_S)
+        os.close(pidfd)
+        server.process.terminate()
+        server.process.send_signal(signal.SIGCONT)
+        wait_for(lambda: mount_table.find_mount(mountpoint) is None, "the end of the mount")
+        assert holder.communicate("x", timeout=_DEADLINE_S)[0] == "read"
+        code, out, err = server.end()
+        assert (code, out) == (0, "ended\n"), err
+
+
 def test_a_mount_that_fails_exits_with_a_reason(source: Path, tmp_path: Path) -> None:
     process = Process("supervise", source, tmp_path / "missing", "cached")
     code, _, err = process.end()
