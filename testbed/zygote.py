@@ -175,7 +175,8 @@ class _Client:
         self._owner = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._namespaces: list[str] = []
+        # Not those of the first command, which may be in a test's own network.
+        self._namespaces = _namespaces()
 
     def start(self, request: Mapping[str, Any]) -> int | None:
         """Fork the program that `Popen` is to execute; return its id, or None if it cannot."""
@@ -197,9 +198,11 @@ class _Client:
         if len(text) > _MOST_BYTES:
             return None
         with self._lock:
+            if _namespaces() != self._namespaces:
+                return None
             if self._socket is None:
                 self._socket = self._begin()
-            if not self._is_able or _namespaces() != self._namespaces:
+            if not self._is_able:
                 return None
             try:
                 socket.send_fds(self._socket, [text], request["files"])
@@ -235,7 +238,6 @@ class _Client:
                 cwd="/",
                 pass_fds=[theirs.fileno()],
             )
-        self._namespaces = _namespaces()
         atexit.register(self._end)
         ours.settimeout(_PREPARED_S)
         said = ours.recv(_REASON_BYTES).decode()
@@ -254,7 +256,7 @@ class _Client:
             self._process.wait(60)
 
 
-_clients = [_Client()]
+_clients: list[_Client] = []
 failures: list[str] = []
 """Programs for which this process had to start a fresh interpreter, each with the reason."""
 

@@ -100,3 +100,20 @@ print(*zygote.failures)
     assert forked == "True", err
     assert failure.startswith("-c import sys")
     assert "IsADirectoryError" in failure
+
+
+@pytest.mark.needs("root")
+def test_a_first_start_in_a_network_of_its_own_costs_no_other_its_fork() -> None:
+    program = """
+import subprocess, sys
+from testbed import zygote
+from testbed.network import own_network
+zygote.install()
+tell = [sys.executable, "-c", "import sys; print('bootseer' in sys.modules, flush=True)"]
+with own_network():
+    subprocess.run(tell)
+subprocess.run(tell)
+"""
+    with zygote.without_zygote():
+        _, out, err = _done(("-c", program), REPOSITORY)
+    assert out.split() == ["False", "True"], err
