@@ -117,8 +117,9 @@ def test_eight_nodes_at_once_run_one_set_up(
 ) -> None:
     env, go = tmp_path / "env", tmp_path / "go"
     env.mkdir()
-    line = f"echo ran >> $COUNT; until [ -e {go} ]; do sleep 0.05; done; echo made > {env}/x"
-    variables = {**rgw, "COUNT": str(tmp_path / "count"), "BOOTSEER_DEADLINE": "60"}
+    # By a variable: the key of a set-up tells whether a file exists that the command names.
+    line = f"echo ran >> $COUNT; until [ -e $GO ]; do sleep 0.05; done; echo made > {env}/x"
+    variables = {**rgw, "COUNT": str(tmp_path / "count"), "GO": str(go), "BOOTSEER_DEADLINE": "60"}
     nodes = [Node(tmp_path / f"node-{n}", bucket_url, variables=variables) for n in range(8)]
     job = ("--setup", line, "--target", env, "--", "cat", env / "x")
     starts = []

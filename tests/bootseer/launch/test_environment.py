@@ -153,7 +153,9 @@ def test_two_nodes_at_once_run_the_setup_once(node: Node, tmp_path: Path) -> Non
     target = tmp_path / "target"
     target.mkdir()
     go = tmp_path / "go"
-    line = f"echo ran >> $COUNT; until [ -e {go} ]; do sleep 0.05; done; echo done > {target}/x"
+    # By a variable: the key of a set-up tells whether a file exists that the command names.
+    line = f"echo ran >> $COUNT; until [ -e $GO ]; do sleep 0.05; done; echo done > {target}/x"
+    variables = {"COUNT": str(tmp_path / "count"), "GO": str(go)}
     with node_at(tmp_path / "second", node.store) as second:
         started = []
         for one in (node, second):
@@ -167,7 +169,7 @@ def test_two_nodes_at_once_run_the_setup_once(node: Node, tmp_path: Path) -> Non
                     "run",
                     *("--setup", line, "--target", target, "--", "cat", target / "x"),
                     prefix=prefix,
-                    variables={"COUNT": str(tmp_path / "count"), "BOOTSEER_NODE": one.base.name},
+                    variables={**variables, "BOOTSEER_NODE": one.base.name},
                 )
             )
         wait_for(
