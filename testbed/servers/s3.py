@@ -25,6 +25,19 @@ _START_DEADLINE_S = 240
 _ADDRESS = re.compile(rb"Running on (http://127\.0\.0\.1:\d+)")
 _TOOL_S = 120
 _KEY, _SECRET = "AKTEST", "SKTEST"
+# moto looks whether an object exists, and then stores it: without a lock, two exclusive creates at
+# once may both succeed.
+_MOTO = """
+import threading
+from moto.s3.responses import S3Response
+from moto.server import main
+lock, put_object = threading.RLock(), S3Response.put_object
+def put_object_alone(self):
+    with lock:
+        return put_object(self)
+S3Response.put_object = put_object_alone
+main()
+"""
 
 
 @contextlib.contextmanager
@@ -32,7 +45,7 @@ def s3_server() -> Iterator[dict[str, str]]:
     """Yield the environment in which `s3://bucket/...` is a bucket of a moto server."""
     require(modules=["moto", "boto3", "obstore"])
     process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"],
+        [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", "0"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )

@@ -31,8 +31,6 @@ from tests.bootseer.store.using import put, race
 
 MIB = 1 << 20
 on_buckets = pytest.mark.parametrize("backend_url", BUCKETS, indirect=True)
-# moto looks whether an object exists and then stores it, in two steps of several threads.
-on_rgw = pytest.mark.parametrize("backend_url", [RGW], indirect=True)
 
 
 def run_python(code: str, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -63,7 +61,7 @@ print(won, flush=True)
 """
 
 
-@on_rgw
+@on_buckets
 def test_of_eight_processes_one_creates_each_object(backend_url: str, backend: Backend) -> None:
     racers = [
         subprocess.Popen(
@@ -89,7 +87,7 @@ def test_of_eight_processes_one_creates_each_object(backend_url: str, backend: B
     assert sorted(won) == list(range(5))
 
 
-@on_rgw
+@on_buckets
 def test_one_of_many_leases_on_a_gateway(backend: Backend) -> None:
     store = Store(backend)
     assert race(8, lambda i: store.lease("leases/x", ttl_s=60, owner=str(i)) is not None) == 1
@@ -98,7 +96,7 @@ def test_one_of_many_leases_on_a_gateway(backend: Backend) -> None:
 # ---- many, large, cut --------------------------------------------------------------------------
 
 
-@on_rgw
+@pytest.mark.parametrize("backend_url", [RGW], indirect=True)
 def test_more_keys_than_one_answer_has(backend: Backend, backend_url: str) -> None:
     bucket, _, prefix = backend_url.removeprefix("s3://").partition("/")
     client = client_of(dict(os.environ))
