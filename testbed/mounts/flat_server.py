@@ -77,6 +77,15 @@ def _start_and_wait(server: FuseServer, *, resend: bool) -> None:
 _start = FuseServer.start
 
 
+def _is_ordered(source: str, fault: str) -> bool:
+    """Return whether a test has ordered the fault by a file, and remove the file."""
+    order = Path(source, fault)
+    if not order.exists():
+        return False
+    order.unlink()
+    return True
+
+
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -101,18 +110,12 @@ def main() -> None:
     )
 
     def factory() -> FlatDirectory:
-        # A bug of the server itself, in its first process only.
-        order = Path(source, "fail-once")
-        if order.exists():
-            order.unlink()
+        # Faults of the server itself, each in one process only.
+        if _is_ordered(source, "fail-once"):
             Dispatcher.answer = _fail  # type: ignore[method-assign, assignment]
-        order = Path(source, "stop-once")
-        if order.exists():
-            order.unlink()
+        if _is_ordered(source, "stop-once"):
             Heartbeat.answer_until = _answer_stopped  # type: ignore[method-assign, assignment]
-        order = Path(source, "wait-once")
-        if order.exists():
-            order.unlink()
+        if _is_ordered(source, "wait-once"):
             FuseServer.start = _start_and_wait  # type: ignore[method-assign, assignment]
         return CrashingDirectory(Path(source), OpenMode(mode))
 
