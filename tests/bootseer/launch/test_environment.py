@@ -136,11 +136,13 @@ def test_an_input_that_is_missing_is_an_error(node: Node) -> None:
 
 
 def test_two_starts_at_once_run_the_setup_once(node: Node) -> None:
-    line = "echo ran >> ../count; until [ -e ../go ]; do sleep 0.05; done; mkdir -p env"
+    go = node.base.parent / "go"
+    # By a variable: the key of a set-up tells whether a file exists that the command names.
+    line = "echo ran >> ../count; until [ -e $GO ]; do sleep 0.05; done; mkdir -p env"
     job = ("--setup", f"{line}; echo done > env/x", *TARGET, "--", "cat", "env/x")
-    started = [node.start("run", *job) for _ in range(3)]
+    started = [node.start("run", *job, variables={"GO": str(go)}) for _ in range(3)]
     wait_for(lambda: node.count_begun("environment") == 3, "all three")
-    (node.base.parent / "go").touch()
+    go.touch()
     for process in started:
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (0, "done\n"), err
