@@ -64,18 +64,18 @@ class LiveConnection:
         try:
             # The inode number of the folder is not reused while the folder is open.
             flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-            self._own: int | None = os.open(self._name, flags, dir_fd=folder)
+            self._own_folder: int | None = os.open(self._name, flags, dir_fd=folder)
         except FileNotFoundError:
-            self._own = None
+            self._own_folder = None
 
     def _is_alive(self) -> bool:
-        if self._own is None:
+        if self._own_folder is None:
             return False
         try:
             found = os.stat(self._name, dir_fd=self._folder)
         except FileNotFoundError:
             return False
-        return found.st_ino == os.fstat(self._own).st_ino
+        return found.st_ino == os.fstat(self._own_folder).st_ino
 
     def wait_gone(self, timeout_s: float) -> bool:
         """Wait until the kernel has dropped the connection. Return False if it has not."""
@@ -91,10 +91,10 @@ class LiveConnection:
 
         A connection that is gone counts as aborted.
         """
-        if self._own is None:
+        if self._own_folder is None:
             return True
         try:
-            control = os.open("abort", os.O_WRONLY | os.O_CLOEXEC, dir_fd=self._own)
+            control = os.open("abort", os.O_WRONLY | os.O_CLOEXEC, dir_fd=self._own_folder)
         except FileNotFoundError:
             return True
         except OSError as error:
@@ -108,9 +108,9 @@ class LiveConnection:
 
     def close(self) -> None:
         """Close the descriptor of the connection's folder."""
-        if self._own is not None:
-            os.close(self._own)
-            self._own = None
+        if self._own_folder is not None:
+            os.close(self._own_folder)
+            self._own_folder = None
 
 
 @contextlib.contextmanager
@@ -120,11 +120,11 @@ def connection(device_minor: int) -> Iterator[LiveConnection | None]:
         if folder is None:
             yield None
             return
-        one = LiveConnection(folder, device_minor)
+        live = LiveConnection(folder, device_minor)
         try:
-            yield one
+            yield live
         finally:
-            one.close()
+            live.close()
 
 
 def abort(device_minor: int) -> bool:
@@ -132,5 +132,5 @@ def abort(device_minor: int) -> bool:
 
     Return False if the control files are not accessible. A gone connection counts as aborted.
     """
-    with connection(device_minor) as one:
-        return one is not None and one.abort()
+    with connection(device_minor) as live:
+        return live is not None and live.abort()

@@ -1,6 +1,6 @@
 """Dispatch of requests: from a request's bytes to a call of `Operations`, and to the reply's bytes.
 
-Converts exceptions to errnos, and counts the lookups that the kernel was told of. `session` handles
+Converts exceptions to errnos, and counts the kernel's references to nodes. `session` handles
 READ, WRITE and INTERRUPT itself, because it has the buffers. No I/O except the passthrough ioctls.
 Thread-safe: called from every server thread.
 """
@@ -77,7 +77,8 @@ class LookupCounts:
         self._lock = threading.Lock()
         self._counts: dict[int, int] = {}
         self._lookups_under_way = 0
-        self._zero: set[int] = set()
+        self._unreferenced: set[int] = set()
+        """Nodes whose count has fallen to zero, before `dropped` is called for them."""
 
     def begin(self) -> None:
         """Note that a request that may name nodes starts."""
@@ -95,7 +96,7 @@ class LookupCounts:
             counts = self._counts
             for node in nodes:
                 counts[node] = counts.get(node, 0) + 1
-            if self._zero:
+            if self._unreferenced:
                 self._drop_unused()
 
     def forget(self, node: int, count: int) -> None:
@@ -106,17 +107,17 @@ class LookupCounts:
                 self._counts[node] = remaining
             elif remaining < 0 or node not in self._inherited:
                 self._inherited.discard(node)
-                self._zero.add(node)
+                self._unreferenced.add(node)
             self._drop_unused()
 
     def _drop_unused(self) -> None:
         # The lock is held: a lookup that began now could be answered with such a node.
-        if self._lookups_under_way or not self._zero:
+        if self._lookups_under_way or not self._unreferenced:
             return
-        for node in self._zero:
+        for node in self._unreferenced:
             if node not in self._counts:
                 self._dropped(node)
-        self._zero.clear()
+        self._unreferenced.clear()
 
 
 class Dispatcher:
@@ -193,9 +194,11 @@ class Dispatcher:
 
     def _lookup(self, caller: Caller, node: int, body: memoryview) -> Reply:
         name = wire.decode_name(body)
-        return self._counted(self.operations.lookup, caller, node, name)
+        return self._counted_entry(self.operations.lookup, caller, node, name)
 
-    def _counted(self, make: Callable[P, NodeEntry], *args: P.args, **kwargs: P.kwargs) -> Reply:
+    def _counted_entry(
+        self, make: Callable[P, NodeEntry], *args: P.args, **kwargs: P.kwargs
+    ) -> Reply:
         """Return a reply with the entry that `make` returns, and count the lookup."""
         nodes: Sequence[int] = ()
         self._lookups.begin()
@@ -224,7 +227,7 @@ class Dispatcher:
     def _mkdir(self, caller: Caller, node: int, body: memoryview) -> Reply:
         mode, _ = wire.MKDIR_IN.unpack_from(body)
         name = wire.decode_name(body[wire.MKDIR_IN.size :])
-        return self._counted(self.operations.mkdir, caller, node, name, mode)
+        return self._counted_entry(self.operations.mkdir, caller, node, name, mode)
 
     def _unlink(self, caller: Caller, node: int, body: memoryview) -> Reply:
         self.operations.unlink(caller, node, wire.decode_name(body))
@@ -256,7 +259,7 @@ class Dispatcher:
     def _setattr(self, caller: Caller, node: int, body: memoryview) -> Reply:
         changes = wire.decode_setattr(body, time.time_ns())
         if changes.lock_owner is not None:
-            caller = caller.owning(changes.lock_owner)
+            caller = caller.with_lock_owner(changes.lock_owner)
         return Reply(wire.encode_attr_out(*self.operations.setattr(caller, node, changes)))
 
     def _readlink(self, caller: Caller, node: int, body: memoryview) -> Reply:
@@ -268,12 +271,12 @@ class Dispatcher:
     def _getxattr(self, caller: Caller, node: int, body: memoryview) -> Reply:
         size, _ = wire.GETXATTR_IN.unpack_from(body)
         name = wire.decode_name(body[wire.GETXATTR_IN.size :])
-        return _sized(self.operations.getxattr(caller, node, name), size)
+        return _xattr_reply(self.operations.getxattr(caller, node, name), size)
 
     def _listxattr(self, caller: Caller, node: int, body: memoryview) -> Reply:
         size, _ = wire.GETXATTR_IN.unpack_from(body)
         names = self.operations.listxattr(caller, node)
-        return _sized(b"".join(name + b"\0" for name in names), size)
+        return _xattr_reply(b"".join(name + b"\0" for name in names), size)
 
     # ---- files ------------------------------------------------------------------------------
 
@@ -311,7 +314,7 @@ class Dispatcher:
             made.append((entry.attributes.node, opened))
             return entry
 
-        answer = self._counted(make)
+        answer = self._counted_entry(make)
         created, opened = made[0]
         uncount = answer.undelivered
         answer.body += self._opened(created, opened)
@@ -341,7 +344,7 @@ class Dispatcher:
 
     def _flush(self, caller: Caller, node: int, body: memoryview) -> Reply:
         handle, _, _, lock_owner = wire.FLUSH_IN.unpack_from(body)
-        self.operations.flush(caller.owning(lock_owner), node, handle)
+        self.operations.flush(caller.with_lock_owner(lock_owner), node, handle)
         return EMPTY
 
     def _fsync(self, caller: Caller, node: int, body: memoryview) -> Reply:
@@ -402,7 +405,7 @@ class Dispatcher:
         return EMPTY
 
 
-def _sized(value: bytes, size_bytes: int) -> Reply:
+def _xattr_reply(value: bytes, size_bytes: int) -> Reply:
     """Return an xattr reply. With size 0 the caller asks for the length of the value."""
     if size_bytes == 0:
         return Reply(wire.GETXATTR_OUT.pack(len(value), 0))

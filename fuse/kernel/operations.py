@@ -139,8 +139,8 @@ class Caller(Struct, frozen=True, eq=False):
         """Return whether a predecessor of this process may have begun the request."""
         return bool(self.unique & _UNIQUE_RESENT)
 
-    def owning(self, lock_owner: int) -> "Caller":
-        """Return the same caller with its table of open files."""
+    def with_lock_owner(self, lock_owner: int) -> "Caller":
+        """Return the caller with the identity of its table of open files."""
         return Caller(self.uid, self.gid, self.pid, self.unique, self.interrupts, lock_owner)
 
     @property
@@ -149,7 +149,7 @@ class Caller(Struct, frozen=True, eq=False):
         return self.unique & ~_UNIQUE_RESENT
 
 
-def _refuse(code: int) -> OSError:
+def _os_error(code: int) -> OSError:
     return OSError(code, os.strerror(code))
 
 
@@ -178,8 +178,8 @@ class Operations:
     # ---- names and attributes -------------------------------------------------------------
 
     def lookup(self, caller: Caller, parent: int, name: bytes) -> NodeEntry:
-        """Return the entry `name` of directory `parent`, or a negative Entry or ENOENT."""
-        raise _refuse(errno.ENOENT)
+        """Return the entry `name` of `parent`; a negative entry, or ENOENT, if there is none."""
+        raise _os_error(errno.ENOENT)
 
     def inherited_nodes(self) -> Collection[int]:
         """Return the nodes of a crashed predecessor that the kernel may still name.
@@ -197,34 +197,34 @@ class Operations:
 
     def getattr(self, caller: Caller, node: int, handle: int | None) -> tuple[Attributes, float]:
         """Return the attributes, and the seconds for which the kernel may cache them."""
-        raise _refuse(errno.ENOSYS)
+        raise _os_error(errno.ENOSYS)
 
     def setattr(
         self, caller: Caller, node: int, changes: SetAttributes
     ) -> tuple[Attributes, float]:
-        """Change attributes (chmod, chown, truncate, utimens). Return as `getattr` does."""
-        raise _refuse(errno.ENOSYS)
+        """Change attributes (chmod, chown, truncate, utimens). Return as `getattr`."""
+        raise _os_error(errno.ENOSYS)
 
     def readlink(self, caller: Caller, node: int) -> bytes:
         """Return the target of a symbolic link."""
-        raise _refuse(errno.EINVAL)
+        raise _os_error(errno.EINVAL)
 
     # ---- changing the tree ----------------------------------------------------------------
 
     def mkdir(self, caller: Caller, parent: int, name: bytes, mode: int) -> NodeEntry:
-        raise _refuse(errno.EPERM)
+        raise _os_error(errno.EPERM)
 
     def unlink(self, caller: Caller, parent: int, name: bytes) -> None:
-        raise _refuse(errno.EPERM)
+        raise _os_error(errno.EPERM)
 
     def rmdir(self, caller: Caller, parent: int, name: bytes) -> None:
-        raise _refuse(errno.EPERM)
+        raise _os_error(errno.EPERM)
 
     def rename(
         self, caller: Caller, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int
     ) -> None:
         """Rename as renameat2(2), with its flags (RENAME_NOREPLACE = 1, RENAME_EXCHANGE = 2)."""
-        raise _refuse(errno.EPERM)
+        raise _os_error(errno.EPERM)
 
     # ---- files ----------------------------------------------------------------------------
 
@@ -234,13 +234,13 @@ class Operations:
         After ENOSYS the kernel never asks again, and every open succeeds with cached pages kept: an
         option for file systems without `direct_io` and passthrough.
         """
-        raise _refuse(errno.ENOSYS)
+        raise _os_error(errno.ENOSYS)
 
     def create(
         self, caller: Caller, parent: int, name: bytes, mode: int, flags: int
     ) -> tuple[NodeEntry, Opened]:
         """Create and open a file whose name does not exist. `mode` has the umask applied."""
-        raise _refuse(errno.EPERM)
+        raise _os_error(errno.EPERM)
 
     def read(
         self, caller: Caller, node: int, handle: int, offset: int, length: int
@@ -251,7 +251,7 @@ class Operations:
         until the reply is written, which is before this thread calls `read` again. Views of a
         mapped file are the fastest, but must not be used under supervision.
         """
-        raise _refuse(errno.EIO)
+        raise _os_error(errno.EIO)
 
     def write(
         self,
@@ -267,7 +267,7 @@ class Operations:
         A memoryview is valid during the call only. The callee may keep a bytearray, so that large
         writes need not be copied.
         """
-        raise _refuse(errno.EROFS)
+        raise _os_error(errno.EROFS)
 
     def flush(self, caller: Caller, node: int, handle: int) -> None:
         """Called for each close(2) of a descriptor; close(2) returns its error.
@@ -275,10 +275,10 @@ class Operations:
         A child that inherited the descriptor closes its copy, at the latest when it ends:
         `caller.lock_owner` tells parent and child apart. After ENOSYS the kernel never asks again.
         """
-        raise _refuse(errno.ENOSYS)
+        raise _os_error(errno.ENOSYS)
 
     def fsync(self, caller: Caller, node: int, handle: int, data_only: bool) -> None:
-        raise _refuse(errno.ENOSYS)
+        raise _os_error(errno.ENOSYS)
 
     def release(self, node: int, handle: int, flags: int) -> None:
         """Called when the last descriptor of this open is closed. No process sees an error."""
@@ -292,7 +292,7 @@ class Operations:
 
         After ENOSYS the kernel treats the whole file as data.
         """
-        raise _refuse(errno.ENOSYS)
+        raise _os_error(errno.ENOSYS)
 
     # ---- directories ----------------------------------------------------------------------
 
@@ -309,12 +309,12 @@ class Operations:
         `NodeEntry` counts as one lookup of its node. Cookies must be stable while the handle is
         open, and > 2.
         """
-        raise _refuse(errno.ENOSYS)
+        raise _os_error(errno.ENOSYS)
 
     def releasedir(self, node: int, handle: int) -> None: ...
 
     def fsyncdir(self, caller: Caller, node: int, handle: int, data_only: bool) -> None:
-        raise _refuse(errno.ENOSYS)
+        raise _os_error(errno.ENOSYS)
 
     # ---- the rest -------------------------------------------------------------------------
 
@@ -326,7 +326,7 @@ class Operations:
 
         After ENOSYS the kernel never asks again, which saves a round trip for each write.
         """
-        raise _refuse(errno.ENOSYS)
+        raise _os_error(errno.ENOSYS)
 
     def listxattr(self, caller: Caller, node: int) -> Sequence[bytes]:
-        raise _refuse(errno.ENOSYS)
+        raise _os_error(errno.ENOSYS)

@@ -29,10 +29,11 @@ from bootseer.fuse.kernel.operations import Buffer, Caller
 # Resident from the start, also after a fork: if this process is killed while the kernel faults in
 # a page of the buffer, the request fails with EIO instead of going to the successor
 # (fuse_dev_do_read).
-_FLAGS = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-# Least size of a write that is passed with its buffer; it must fill the buffer up to a page.
-_GIVEN_MIN_BYTES = 64 * 1024
-# Spare buffers of one size: as many as a few stripe units release at once.
+_REQUEST_MAP_FLAGS = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+# A write of at least this size that fills its buffer but for a page at most is passed with the
+# buffer, which the operation may keep. Other writes are passed as views.
+_PASSED_WHOLE_MIN_BYTES = 64 * 1024
+# Most spare buffers of one size: as many as a few stripe units release at once.
 _SPARE_MAX = 16
 
 
@@ -68,7 +69,7 @@ class RequestBuffer:
     __slots__ = ("_overflow", "_written", "head", "into")
 
     def __init__(self, max_write_bytes: int) -> None:
-        view = memoryview(mmap.mmap(-1, wire.REQUEST_OVERHEAD_BYTES, flags=_FLAGS))
+        view = memoryview(mmap.mmap(-1, wire.REQUEST_OVERHEAD_BYTES, flags=_REQUEST_MAP_FLAGS))
         self.head = view[: wire.WRITE_DATA_OFFSET]
         """The headers of a read or write, or the beginning of any other request."""
         self._overflow = view[wire.WRITE_DATA_OFFSET :]
@@ -96,7 +97,7 @@ class RequestBuffer:
         The caller may keep a bytearray; a memoryview is valid until the next request.
         """
         written = self._written
-        if size < max(_GIVEN_MIN_BYTES, len(written) - wire.PAGE_BYTES):
+        if size < max(_PASSED_WHOLE_MIN_BYTES, len(written) - wire.PAGE_BYTES):
             return memoryview(written)[:size]
         self._new_write_buffer(len(written))
         try:
@@ -117,7 +118,7 @@ _CONNECTION_ENDED = frozenset({errno.ENODEV, errno.ECONNABORTED})
 # No process waits for the reply any more, or the connection is gone.
 _UNDELIVERABLE = frozenset({errno.ENOENT, errno.ENODEV, errno.ECONNABORTED, errno.ENOTCONN})
 _IOV_MAX = 1024
-_UNNOTED_PAUSE_S = 0.001
+_INTERRUPT_PAUSE_S = 0.001
 # Checks per deadline: a request that is too old is noticed within a quarter of the deadline.
 _WATCHDOG_TICKS = 4
 # The session ends when this many times the configured threads are stuck in operations.
@@ -127,13 +128,17 @@ _STUCK_THREADS_MAX_FACTOR = 8
 class _Slot:
     """State of one server thread. Written by that thread, read by others without a lock."""
 
-    __slots__ = ("seen", "surplus", "thread", "ticks", "unique")
+    __slots__ = ("is_replaced", "seen_unique", "thread", "tick_count", "unique")
 
     def __init__(self) -> None:
         self.unique = 0
-        self.seen = 0
-        self.ticks = 0
-        self.surplus = False
+        """Number of the request in progress; 0 between requests."""
+        self.seen_unique = 0
+        """Request that the watchdog has seen at its last check."""
+        self.tick_count = 0
+        """Number of checks since then that have seen the same request."""
+        self.is_replaced = False
+        """Whether another thread has taken the place of this one, which ends with its request."""
         self.thread: threading.Thread | None = None
 
 
@@ -213,7 +218,7 @@ class Session:
         with self._lock:
             if slot in self._slots:
                 self._slots.remove(slot)
-        if failure is not None or not slot.surplus:
+        if failure is not None or not slot.is_replaced:
             self._end(failure)
 
     def _end(self, failure: BaseException | None) -> None:
@@ -261,7 +266,7 @@ class Session:
                         raise ValueError(f"Operations.read returned {count} bytes for {size}")
                     pack_into(out, 0, 16 + count, 0, unique)
                 except BaseException as error:
-                    self._refuse(read_opcode, unique, error)
+                    self._send_errno_of(read_opcode, unique, error)
                 else:
                     try:
                         writev(device, vector)
@@ -276,21 +281,23 @@ class Session:
             slot.unique = 0
             if interrupts:
                 interrupts.discard(unique)
-            if slot.surplus:
+            if slot.is_replaced:
                 return
 
     def _write(
         self, caller: Caller, node: int, handle: int, offset: int, size: int, buffer: RequestBuffer
     ) -> None:
-        how, owner, flags = wire.WRITE_TAIL_IN.unpack_from(buffer.head, wire.IN_HEADER_BYTES)
-        if how & wire.WRITE_LOCKOWNER:
-            caller = caller.owning(owner)
+        write_flags, lock_owner, flags = wire.WRITE_TAIL_IN.unpack_from(
+            buffer.head, wire.IN_HEADER_BYTES
+        )
+        if write_flags & wire.WRITE_LOCKOWNER:
+            caller = caller.with_lock_owner(lock_owner)
         try:
             data = buffer.data(size)
             taken = self._dispatcher.operations.write(caller, node, handle, offset, data, flags)
             body = wire.WRITE_OUT.pack(taken, 0)
         except BaseException as error:
-            self._refuse(wire.WRITE, caller.unique, error)
+            self._send_errno_of(wire.WRITE, caller.unique, error)
             return
         self._send(wire.WRITE, caller.unique, Reply(body))
 
@@ -320,7 +327,7 @@ class Session:
         if answer.afterwards is not None:
             answer.afterwards()
 
-    def _refuse(self, opcode: int, unique: int, error: BaseException) -> None:
+    def _send_errno_of(self, opcode: int, unique: int, error: BaseException) -> None:
         self._send(opcode, unique, Reply(error=self._dispatcher.errno_for(opcode, error)))
 
     def _reply_failed(self, opcode: int, unique: int, error: OSError) -> None:
@@ -354,7 +361,7 @@ class Session:
         # Another thread has read the request but not recorded it yet: EAGAIN makes the kernel
         # repeat the interrupt, unless the request is answered by then. The pause lets the other
         # thread get the GIL; without a pause, the kernel repeated an interrupt thousands of times.
-        time.sleep(_UNNOTED_PAUSE_S)
+        time.sleep(_INTERRUPT_PAUSE_S)
         self._send_error(errno.EAGAIN, unique)
 
     def _watch(self, deadline_s: float) -> None:
@@ -370,18 +377,18 @@ class Session:
 
     def _check(self, slot: _Slot, deadline_s: float) -> None:
         unique = slot.unique
-        if unique != slot.seen or not unique:
-            slot.seen, slot.ticks = unique, 0
+        if unique != slot.seen_unique or not unique:
+            slot.seen_unique, slot.tick_count = unique, 0
             return
-        slot.ticks += 1
-        if slot.ticks < _WATCHDOG_TICKS or slot.surplus:
+        slot.tick_count += 1
+        if slot.tick_count < _WATCHDOG_TICKS or slot.is_replaced:
             return
-        slot.surplus = True
+        slot.is_replaced = True
         self._send_error(errno.ETIMEDOUT, unique)
         self._interrupts.add(unique)
         log.warning("a request took longer than %.1f s: answered ETIMEDOUT", deadline_s)
         with self._lock:
-            stuck = sum(1 for other in self._slots if other.surplus)
+            stuck = sum(1 for other in self._slots if other.is_replaced)
         if stuck >= self._thread_count * _STUCK_THREADS_MAX_FACTOR:
             raise TimeoutError(f"{stuck} operations do not end")
         # The stuck thread ends with its operation; a new thread takes its place.

@@ -41,8 +41,8 @@ def abort_connection(device_minor: int, path: Path | None = None) -> bool:
     if path is None:
         return False
     # MNT_FORCE aborts the connection even when the mount then stays because it is busy.
-    failed = _umount2(path, MNT_FORCE)
-    return failed is None or failed.errno == errno.EBUSY
+    error = _umount2(path, MNT_FORCE)
+    return error is None or error.errno == errno.EBUSY
 
 
 def is_disconnected(error: BaseException | None) -> bool:

@@ -266,7 +266,7 @@ def decode_setattr(body: memoryview, now_ns: int) -> SetAttributes:
         _,
     ) = fields
 
-    def when(bit: int, now_bit: int, seconds: int, nanoseconds: int) -> int | None:
+    def changed_time_ns(bit: int, now_bit: int, seconds: int, nanoseconds: int) -> int | None:
         if valid & now_bit:
             return now_ns
         return seconds * _NS + nanoseconds if valid & bit else None
@@ -276,8 +276,8 @@ def decode_setattr(body: memoryview, now_ns: int) -> SetAttributes:
         uid=uid if valid & FATTR_UID else None,
         gid=gid if valid & FATTR_GID else None,
         size_bytes=size_bytes if valid & FATTR_SIZE else None,
-        atime_ns=when(FATTR_ATIME, FATTR_ATIME_NOW, atime, atime_ns),
-        mtime_ns=when(FATTR_MTIME, FATTR_MTIME_NOW, mtime, mtime_ns),
+        atime_ns=changed_time_ns(FATTR_ATIME, FATTR_ATIME_NOW, atime, atime_ns),
+        mtime_ns=changed_time_ns(FATTR_MTIME, FATTR_MTIME_NOW, mtime, mtime_ns),
         handle=handle if valid & FATTR_FH else None,
         lock_owner=lock_owner if valid & FATTR_LOCKOWNER else None,
     )

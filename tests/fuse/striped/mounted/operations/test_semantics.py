@@ -207,7 +207,7 @@ def test_a_child_that_was_refused_to_cut_the_file_publishes_nothing(
     """Regression (exerciser): it had written nothing, and its exit published its parent's half."""
     one.write("f", OLD)
     file = one.open("f", os.O_WRONLY | os.O_TRUNC)
-    parent, child = CALLER.owning(1), CALLER.owning(2)
+    parent, child = CALLER.with_lock_owner(1), CALLER.with_lock_owner(2)
     one.fs.write(parent, *file, 0, memoryview(NEW), 0)
     with refused_with(errno.EOPNOTSUPP):
         one.fs.setattr(child, file[0], SetAttributes(size_bytes=UNIT, handle=file[1]))
