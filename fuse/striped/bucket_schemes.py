@@ -38,7 +38,7 @@ def _unopenable(scheme: str, package: str, error: ImportError) -> type:
     """Return a file system class that parses URLs of `scheme` and cannot be opened."""
     reason = (
         f"fsspec opens {scheme}:// by the package {package}, which cannot be loaded ({error}): "
-        f"pip install {package} (bootseer::{scheme}:// does without)"
+        f"pip install {package} (bootseer::{scheme}:// does not need it)"
     )
 
     class Unopened(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types

@@ -99,7 +99,8 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
         else:
             if mode == "xb" and fs.exists(path):
                 raise AlreadyExistsError(f"{path} exists already")
-            self._error_outside = sys.exception()
+            # An exception that is being handled now does not leave the `with` block of this file.
+            self._error_at_open = sys.exception()
             base = None
             if mode == "ab":
                 with contextlib.suppress(NotFoundError):
@@ -131,7 +132,7 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
         if count < _SMALL_BYTES:
             target[:count] = self._fetch_range(self.loc, self.loc + count)
         else:
-            opened = self._open_here()
+            opened = self._open_in_this_process()
             read_opened(self._storage, opened, self.loc, target[:count])
         self.loc += count
         return count
@@ -158,21 +159,21 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
         if count >= _SMALL_BYTES:
             # Fills a `bytes` object in place, because a copy could take most of the memory.
             whole = io.BytesIO(bytes(count))
-            opened = self._open_here()
+            opened = self._open_in_this_process()
             with whole.getbuffer() as buffer:
                 read_opened(self._storage, opened, start, buffer)
             return whole.getvalue()
         at = start - self._block_start
         if at < 0 or at + count > len(self._block):
             first, last = self._view.block_at(start), self._view.block_at(end - 1)
-            opened = self._open_here()
+            opened = self._open_in_this_process()
             length = last.end - first.start
             self._block = self._storage.reader.read_bytes(opened, first.start, length)
             self._block_start = first.start
             at = start - first.start
         return self._block[at : at + count]
 
-    def _open_here(self) -> OpenFile:
+    def _open_in_this_process(self) -> OpenFile:
         if self._pid != os.getpid():
             # Forked: this process has a storage of its own.
             self._storage = self.fs.storage
@@ -244,7 +245,7 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
         `with fsspec.open(...)` closes its files without telling them about the exception.
         """
         error = sys.exception()
-        if error is None or error is self._error_outside:
+        if error is None or error is self._error_at_open:
             return False
         frame = sys._getframe(1)
         for _ in range(_EXIT_DEPTH):
@@ -347,7 +348,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         super().__init__(**storage_options)
         if not target_protocol:
             raise InvalidInputError(
-                "say what is striped: write bootseer::hdfs://namenode/checkpoints, or give "
+                "the target is missing: write bootseer::hdfs://namenode/checkpoints, or give "
                 "target_protocol"
             )
         settings = load_config({}).settings
@@ -429,7 +430,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         marker: str = self._root_marker
         return marker + "/".join(name for name in stripped.split("/") if name)
 
-    # ---- looking --------------------------------------------------------------------------
+    # ---- status ---------------------------------------------------------------------------
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         """Return name, size, type, mtime (seconds) and identity (one for each generation)."""
@@ -705,7 +706,9 @@ def _open_backend(protocol: str, options: dict[str, Any], deadline_s: float) -> 
 
 
 _lock = threading.Lock()
-_known: "weakref.WeakValueDictionary[Hashable, SharedStorage]" = weakref.WeakValueDictionary()
+_shared_storages: "weakref.WeakValueDictionary[Hashable, SharedStorage]" = (
+    weakref.WeakValueDictionary()
+)
 # Storages that a forked child inherited. Kept, because dropping one could wait for its threads.
 _inherited: list[StripedStorage] = []
 
@@ -737,9 +740,9 @@ class SharedStorage:
 def shared_storage(key: Hashable, make: Callable[[], StripedStorage]) -> SharedStorage:
     """Return the storage that all code of this process shares for `key`."""
     with _lock:
-        found = _known.get(key)
+        found = _shared_storages.get(key)
         if found is None:
-            found = _known[key] = SharedStorage(make)
+            found = _shared_storages[key] = SharedStorage(make)
         return found
 
 
@@ -752,7 +755,7 @@ def _close(pid: int, opened: list[StripedStorage]) -> None:
 def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
-    for shared in list(_known.values()):
+    for shared in list(_shared_storages.values()):
         shared.after_fork()
 
 

@@ -21,7 +21,7 @@ class SourceStatistics(Struct, frozen=True):
     read_busy_ns: int = 0
     """Time spent in its reads, added up over parallel reads."""
     late_count: int = 0
-    """Reads that were asked for again elsewhere, because it took too long to answer."""
+    """Reads of this place that were also requested elsewhere, because it answered late."""
     written_bytes: int = 0
     write_count: int = 0
 

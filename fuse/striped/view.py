@@ -170,7 +170,7 @@ class FileView:
     def source_name(self, span: ByteRange) -> str:
         """Return the name in the statistics of the place that `span` is read from.
 
-        The name is that of the part, because hdfs-native does not say which DataNode holds it.
+        The name is that of the part: the view does not know which server holds the part.
         """
         if self.layout is None:
             return "ordinary files"

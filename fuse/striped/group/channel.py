@@ -61,18 +61,20 @@ class GroupChannel:
         )
         if found := int(worst.item()):
             text = None if error is None else f"{type(error).__name__}\0{redact(str(error))}"
-            message = self._spread(None if text is None else text.encode(), self.size - found)
+            message = self._broadcast_bytes(
+                None if text is None else text.encode(), self.size - found
+            )
             if error is not None:
                 raise error
-            _raise_told(message, self.size - found)
+            _raise_error_of(message, self.size - found)
 
-    def spread(self, data: bytes | None, error: BaseException | None) -> bytes:
+    def broadcast(self, data: bytes | None, error: BaseException | None) -> bytes:
         """Return rank 0's `data` on all ranks, or raise its error on all."""
         self.agree(error)
         if self._group is None:
             assert data is not None
             return data
-        return self._spread(data, 0, limit_bytes=None)
+        return self._broadcast_bytes(data, 0, limit_bytes=None)
 
     def exchange(
         self,
@@ -87,12 +89,12 @@ class GroupChannel:
         arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
         for view, peers in sends:
             tensor = torch.frombuffer(view, dtype=torch.uint8).to(self._device)
-            operations += [self._operation(dist.isend, tensor, peer) for peer in peers]
+            operations += [self._p2p_operation(dist.isend, tensor, peer) for peer in peers]
         for view, peer in receives:
             host = torch.frombuffer(view, dtype=torch.uint8)
             tensor = host if self._is_host else torch.empty_like(host, device=self._device)
             arriving.append((host, tensor))
-            operations.append(self._operation(dist.irecv, tensor, peer))
+            operations.append(self._p2p_operation(dist.irecv, tensor, peer))
         if operations:
             self._wait(lambda: dist.batch_isend_irecv(operations))
         if not self._is_host:
@@ -103,25 +105,25 @@ class GroupChannel:
     def _is_host(self) -> bool:
         return bool(self._device.type == "cpu")
 
-    def _operation(self, kind: Any, tensor: torch.Tensor, peer: int) -> Any:
+    def _p2p_operation(self, kind: Any, tensor: torch.Tensor, peer: int) -> Any:
         return dist.P2POp(kind, tensor, group=self._group, group_peer=peer)
 
-    def _spread(
+    def _broadcast_bytes(
         self, data: bytes | None, source: int, limit_bytes: int | None = _MAX_MESSAGE_BYTES
     ) -> bytes:
         known = (data or b"")[:limit_bytes]
         length = torch.tensor([len(known)], device=self._device)
-        self._broadcast(length, source)
+        self._broadcast_tensor(length, source)
         buffer = bytearray(known or int(length.item()))
         if buffer:
             host = torch.frombuffer(buffer, dtype=torch.uint8)
             tensor = host.to(self._device)
-            self._broadcast(tensor, source)
+            self._broadcast_tensor(tensor, source)
             if not self._is_host:
                 host.copy_(tensor)
         return bytes(buffer)
 
-    def _broadcast(self, tensor: torch.Tensor, source: int) -> None:
+    def _broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
         self._wait(
             lambda: [dist.broadcast(tensor, group_src=source, group=self._group, async_op=True)]
         )
@@ -156,8 +158,8 @@ class GroupChannel:
                 work.wait(timedelta(milliseconds=1))
 
 
-def _raise_told(message: bytes, rank: int) -> NoReturn:
-    """Raise the error of another rank."""
+def _raise_error_of(message: bytes, rank: int) -> NoReturn:
+    """Raise the error that `rank` has sent in `message`."""
     name, _, text = message.decode("utf-8", errors="replace").partition("\0")
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, BootseerError)):

@@ -37,8 +37,8 @@ _MAX_METADATA_BYTES = 2**31
 # Four units of a default file: read at once from four of its parts.
 DEFAULT_PIECE_BYTES = 16 * 2**20
 DEFAULT_MEMORY_BYTES = 256 * 2**20
-# Deadlines that a rank waits for the others: a rank may spend one on a read before it reports its
-# failure.
+# Longest wait of a rank for the others, in deadlines: a rank may spend one on a read before it
+# reports its failure.
 _DEADLINES = 2
 
 
@@ -48,7 +48,7 @@ class GroupStatistics(Struct, frozen=True):
     read_bytes: int = 0
     """Bytes asked of the storage by this rank, including metadata."""
     fetched_bytes: int = 0
-    """Bytes that came from the storage for it, in whole blocks of verification."""
+    """Bytes fetched from the storage for these reads, in whole blocks of verification."""
     sent_bytes: int = 0
     received_bytes: int = 0
 
@@ -116,7 +116,7 @@ class GroupReader(StorageReader):  # type: ignore[misc]
             except BaseException as caught:
                 error = caught
         try:
-            data = self._channel.spread(data, error)
+            data = self._channel.broadcast(data, error)
         except BaseException:
             self.close()
             raise
@@ -151,14 +151,14 @@ class GroupReader(StorageReader):  # type: ignore[misc]
                 f"dcp.load works with {len(plans)} ranks and GroupReader with "
                 f"{self._channel.size}: give both the same process group"
             )
-        dealt = plan_group(
+        group_plans = plan_group(
             [{self._extent(item) for item in plan.items} for plan in plans],
             piece_bytes=self._piece_bytes,
             pieces_per_round=self._pieces_per_round,
         )
         return [
             dataclasses.replace(plan, storage_data=own)
-            for plan, own in zip(plans, dealt, strict=True)
+            for plan, own in zip(plans, group_plans, strict=True)
         ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -34,7 +34,7 @@ from bootseer.fuse.striped.mounted.listing import Listings
 from bootseer.fuse.striped.mounted.nodes import Node, NodeTable
 from bootseer.fuse.striped.mounted.open_files import OpenFiles, open_reply, process_of
 from bootseer.fuse.striped.mounted.status import OpenFigures
-from bootseer.fuse.striped.names.stored import FileStatus, is_hidden, refuse
+from bootseer.fuse.striped.names.stored import FileStatus, is_hidden, os_error
 from bootseer.fuse.striped.names.striped_tree import directory_of
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import moved_identity
@@ -75,7 +75,7 @@ class MountedTree(Operations):
         clock: Callable[[], float] = time.monotonic,
         journal: Journal | None = None,
         inherited: Inherited | None = None,
-        passes_files: bool = False,
+        allows_passthrough: bool = False,
         maps_direct_io: bool = True,
         uses_page_cache: bool = False,
         on_mounted: Callable[[], None] = lambda: None,
@@ -84,7 +84,7 @@ class MountedTree(Operations):
     ) -> None:
         """Restore the state in a predecessor's journal (`inherited`), and start a new journal.
 
-        `passes_files`: whether the kernel may read ordinary files of this node directly.
+        `allows_passthrough`: whether the kernel may read ordinary files of this node itself.
         `maps_direct_io`: whether the kernel maps files shared (MAP_SHARED) that it reads without
         its page cache. If not (before Linux 6.6), files opened for reading use the page cache.
         `uses_page_cache`: whether files opened for reading always use the page cache, so that later
@@ -107,7 +107,7 @@ class MountedTree(Operations):
             self._listings,
             clock,
             self._forget_attributes,
-            passes_files=passes_files,
+            allows_passthrough=allows_passthrough,
             caches_reads=uses_page_cache or not maps_direct_io,
         )
         if inherited is not None:
@@ -169,21 +169,22 @@ class MountedTree(Operations):
     def _child_path(self, directory: Node, name: bytes) -> tuple[str, str]:
         """Return the name as text, and its path; the lock is held."""
         if len(name) > _NAME_MAX_BYTES:
-            raise refuse(errno.ENAMETOOLONG)
+            raise os_error(errno.ENAMETOOLONG)
         text = os.fsdecode(name)
         if is_hidden(text):
-            raise refuse(errno.ENOENT, text)
+            raise os_error(errno.ENOENT, text)
         parent = directory.attached_path
         path = f"{parent}/{text}" if parent else text
         if len(os.fsencode(path)) > _PATH_MAX_BYTES:
-            raise refuse(errno.ENAMETOOLONG)
+            raise os_error(errno.ENAMETOOLONG)
         return text, path
 
     def _new_name(self, parent: int, name: bytes) -> tuple[Node, str, str]:
+        """Return directory, text and path of a name to be made. Raises: EPERM for a hidden one."""
         with self._lock:
             directory = self._nodes.node(parent)
             if is_hidden(os.fsdecode(name)):
-                raise refuse(errno.EPERM, os.fsdecode(name))
+                raise os_error(errno.EPERM, os.fsdecode(name))
             return directory, *self._child_path(directory, name)
 
     def _status(self, path: str) -> tuple[FileStatus | None, float]:
@@ -241,7 +242,7 @@ class MountedTree(Operations):
                 return self._entry(writer_node or known, seen_s)
         with self._lock:
             self._nodes.end_pending_lookups(caller.pid, text)
-        raise refuse(errno.ENOENT, path)
+        raise os_error(errno.ENOENT, path)
 
     def inherited_nodes(self) -> Collection[int]:
         return self._inherited
@@ -322,7 +323,7 @@ class MountedTree(Operations):
                 # processes, ESTALE makes the kernel look up the name again.
                 self._nodes.detach(known)
                 if not known.handles:
-                    raise refuse(errno.ESTALE, path)
+                    raise os_error(errno.ESTALE, path)
             else:
                 known.status = status
             return self._shown(known, seen_s)
@@ -355,7 +356,7 @@ class MountedTree(Operations):
             text, path = self._child_path(directory, name)
             known = directory.children.get(text)
             if known is not None and known.local_children():
-                raise refuse(errno.ENOTEMPTY, path)
+                raise os_error(errno.ENOTEMPTY, path)
             nameless = self._nameless_writers(path)
         with contextlib.ExitStack() as held:
             for writer in sorted(nameless, key=id):
@@ -378,7 +379,7 @@ class MountedTree(Operations):
         The lock is held.
         """
         if any(writer.has_parts for writer in self._nameless_writers(path)):
-            raise refuse(errno.ENOTEMPTY, path)
+            raise os_error(errno.ENOTEMPTY, path)
 
     def _nameless_writers(self, path: str) -> list[FileWriter]:
         """Return the writers of files that lost their names in the folder; the lock is held."""
@@ -487,7 +488,7 @@ class MountedTree(Operations):
         self, caller: Caller, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int
     ) -> None:
         if flags & ~_RENAME_NOREPLACE:
-            raise refuse(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         with self._lock:
             directory, new_directory = self._nodes.node(parent), self._nodes.node(new_parent)
             text, source = self._child_path(directory, name)
@@ -500,11 +501,11 @@ class MountedTree(Operations):
             inside = [writer for writer in writers if writer.path.startswith(source + "/")]
             moved, taken = directory.children.get(text), new_directory.children.get(new_text)
             if flags and taken is not None and taken.is_unpublished:
-                raise refuse(errno.EEXIST, target)
+                raise os_error(errno.EEXIST, target)
             self._check_writers_inside(source, inside)
             if moved is not None and moved.status.is_dir and taken and taken.status.is_dir:
                 if taken.local_children():
-                    raise refuse(errno.ENOTEMPTY, target)
+                    raise os_error(errno.ENOTEMPTY, target)
                 self._check_no_parts(target)
             waiting = self.files.writerless_at(target)
         replaced = self.files.writers_of(target)
@@ -518,7 +519,7 @@ class MountedTree(Operations):
             is_moved = directory.id != new_directory.id
             if is_moved and any(writer.has_new_parts for writer in moving):
                 # The parts lie beside the file, and the two cannot move in one step.
-                raise refuse(errno.EXDEV, target)
+                raise os_error(errno.EXDEV, target)
             due = {handle.writer for handle in self.files.due()}
             begun = [writer for writer in moving if writer in due and writer.starts_anew]
             try:
@@ -557,7 +558,7 @@ class MountedTree(Operations):
             else writer.needs_publishing
             for writer in inside
         ):
-            raise refuse(errno.EBUSY, source)
+            raise os_error(errno.EBUSY, source)
 
     def _rename_stored(
         self, source: str, target: str, begun: Sequence[FileWriter], *, replace: bool
@@ -570,7 +571,7 @@ class MountedTree(Operations):
         if not begun:
             self._tree.rename(source, target, replace=replace)
             return
-        self._tree.rename_begun(
+        self._tree.rename_unpublished(
             source,
             target,
             [functools.partial(writer.publish_as, target) for writer in begun],
@@ -645,9 +646,9 @@ class MountedTree(Operations):
                 handle = self.files.create(caller, directory, text, path, flags, opener)
                 return self._entry(handle.node), open_reply(handle)
             if flags & os.O_EXCL:
-                raise refuse(errno.EEXIST, path)
+                raise os_error(errno.EEXIST, path)
             if known.status.is_dir:
-                raise refuse(errno.EISDIR, path)
+                raise os_error(errno.EISDIR, path)
             if flags & os.O_ACCMODE != os.O_RDONLY:
                 known = self._nodes.add_writer_node(directory, text, known.status)
         try:

@@ -2,9 +2,9 @@
 
 The file `journal` in the server's folder is a sequence of records: a length (four bytes) and a
 tagged struct in MessagePack. A record is written before the kernel gets the reply that it is about.
-If the process is killed, no record is lost, because the pages are the kernel's; a record that is
-cut short at the end has no reply. Layouts and pinned contents of open files are recorded as well,
-because the files' names may belong to other generations later.
+If the process is killed, no record is lost, because the kernel keeps written pages; a record that
+is cut short at the end has no reply. Layouts and pinned contents of open files are recorded as
+well, because the files' names may belong to other generations later.
 
 Not thread-safe: the file system holds its lock around every call.
 """

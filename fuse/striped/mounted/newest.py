@@ -47,7 +47,7 @@ _HF_FILE = re.compile(
     r"config\.json|generation_config\.json|(adapter_)?model.*\.safetensors|pytorch_model.*\.bin|"
     r"optimizer\.(pt|bin)|scheduler\.pt|training_args\.bin|rng_state.*\.pth"
 )
-_BESIDE = re.compile(
+_SIDE_FILE = re.compile(
     r"logs?|runs|wandb|tensorboard|mlruns|events\.out\..*|"
     r".*\.(log|jsonl?|yaml|yml|txt|csv|md|py|sh)"
 )
@@ -82,9 +82,9 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.search(name) is not None
 
 
-def is_beside(name: str) -> bool:
+def is_side_file(name: str) -> bool:
     """Return whether the name is of a file that lies beside checkpoints, such as a log."""
-    return _BESIDE.fullmatch(name) is not None
+    return _SIDE_FILE.fullmatch(name) is not None
 
 
 def is_checkpoint(names: Iterable[str]) -> bool:
@@ -94,7 +94,7 @@ def is_checkpoint(names: Iterable[str]) -> bool:
     )
 
 
-def steps(names: Iterable[str]) -> list[list[str]]:
+def step_series(names: Iterable[str]) -> list[list[str]]:
     """Return the names that end in a number, as series with the highest number first.
 
     `epoch_1` and `step_1` belong to two series. Unfinished files and folders are left out.
@@ -105,7 +105,7 @@ def steps(names: Iterable[str]) -> list[list[str]]:
         match = _STEP.fullmatch(name)
         # NeMo puts a file `NAME-unfinished` beside a checkpoint until it is whole.
         is_unfinished = is_temporary(name) or f"{name}-unfinished" in names
-        if match is None or is_unfinished or _PART.search(name) or is_beside(name):
+        if match is None or is_unfinished or _PART.search(name) or is_side_file(name):
             continue
         family = _NUMBER.sub("#", match[1]) + "#" + (match[3] or "")
         series[family].append((int(match[2]), name))
@@ -125,11 +125,6 @@ def is_complete(name: str, inside: Collection[str]) -> bool | None:
     if _HF_STEP.fullmatch(name) and any(_HF_FILE.fullmatch(entry) for entry in inside):
         return False
     return False if any(map(is_temporary, inside)) else None
-
-
-def is_like(inside: Collection[str], before: Collection[str]) -> bool:
-    """Return whether a step has as many files as the step before it."""
-    return len(inside) >= len(before)
 
 
 def is_description(name: str) -> bool:
@@ -187,7 +182,7 @@ def _newest(storage: StripedStorage, folder: str, depth: int, *, guess: bool) ->
     tracked = tracked_name(trackers, list(entries))
     if tracked is not None and _verdict(storage, entries[tracked]) is not False:
         return entries[tracked]
-    series = [[entries[name] for name in names] for names in steps(entries)]
+    series = [[entries[name] for name in names] for names in step_series(entries)]
     # A run that begins anew counts from the start, so the latest save decides between series.
     series.sort(key=lambda infos: -max(info.modified_ns for info in infos))
     # At its end, Hugging Face's trainer saves the model beside its steps.
@@ -202,7 +197,7 @@ def _newest(storage: StripedStorage, folder: str, depth: int, *, guess: bool) ->
     rest = [
         info
         for name, info in entries.items()
-        if not (info.path in in_series or is_temporary(name) or is_beside(name))
+        if not (info.path in in_series or is_temporary(name) or is_side_file(name))
     ]
     if not guess and (len(rest) > 1 or not all(info.is_dir for info in rest)):
         return None
@@ -221,7 +216,7 @@ def _within(storage: StripedStorage, chosen: FileInfo, depth: int) -> FileInfo:
         return chosen
     inside = storage.tree.stored.entries(chosen.path)
     names = [_name(info) for info in inside]
-    if is_checkpoint(names) or any(not i.is_dir and not is_beside(_name(i)) for i in inside):
+    if is_checkpoint(names) or any(not i.is_dir and not is_side_file(_name(i)) for i in inside):
         return chosen
     return _newest(storage, chosen.path, depth - 1, guess=False) or chosen
 
@@ -231,7 +226,7 @@ def _newest_step(storage: StripedStorage, infos: Sequence[FileInfo]) -> FileInfo
     for number, info in enumerate(infos[:_MAX_TRIED]):
         verdict = _verdict(storage, info)
         if verdict is None and number + 1 < len(infos) and info.is_dir:
-            verdict = is_like(_inside(storage, info), _inside(storage, infos[number + 1]))
+            verdict = len(_inside(storage, info)) >= len(_inside(storage, infos[number + 1]))
         if verdict is not False:
             return info
     return None

@@ -40,7 +40,7 @@ from bootseer.fuse.striped.mounted.journal import (
     Record,
     view_record,
 )
-from bootseer.fuse.striped.names.stored import FileStatus, refuse
+from bootseer.fuse.striped.names.stored import FileStatus, os_error
 from bootseer.fuse.striped.reading.opened import OpenFile
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.file_writer import FileWriter, WriterState
@@ -67,10 +67,10 @@ class Node(Struct, eq=False):
     file, and a file keeps the number with which it was created."""
     had_readers: bool = False
     """Whether the kernel may cache pages of the node."""
-    may_be_passed: bool = True
+    allows_passthrough: bool = True
     """Whether the kernel may read the stored file itself (passthrough)."""
-    was_passed: bool = False
-    """Whether the node may have been opened with passthrough. Then every open must use it, and none
+    used_passthrough: bool = False
+    """Whether an open of the node may have used passthrough. Then every open must use it, and none
     may be for writing: the kernel would write into the stored file."""
     is_forgotten: bool = False
     """Whether the kernel has forgotten the node, which only its children or files need."""
@@ -112,7 +112,7 @@ class Node(Struct, eq=False):
     def attached_path(self) -> str:
         """Path from the root. Raises: OSError (ESTALE) for a detached node."""
         if self.is_detached:
-            raise refuse(errno.ESTALE)
+            raise os_error(errno.ESTALE)
         return self.path
 
     @property
@@ -399,7 +399,7 @@ class NodeTable:
                 inode=record.inode,
                 # It is unknown whether the kernel has pages of the node, or uses passthrough.
                 had_readers=not record.is_dir,
-                was_passed=not record.is_dir,
+                used_passthrough=not record.is_dir,
                 is_forgotten=record.is_forgotten,
             )
         for record in inherited.nodes.values():
@@ -428,7 +428,7 @@ class NodeTable:
         self.request_count += 1
         node = self.by_id.get(node_id)
         if node is None:
-            raise refuse(errno.ESTALE)
+            raise os_error(errno.ESTALE)
         return node
 
     def same_file(self, node: Node) -> list[Node]:
@@ -605,8 +605,8 @@ class NodeTable:
             if key[0] == thread and name in (None, key[1]):
                 self._end_pending(key)
 
-    def note_opened(self, node: Node) -> None:
-        """End the pending lookup of the thread that has opened its writer node."""
+    def finish_pending_lookup(self, node: Node) -> None:
+        """End the pending lookup of the thread that has opened `node`, its writer node."""
         for key, pending in list(self._pending.items()):
             if pending.writer_node is node:
                 pending.writer_node = None
@@ -665,7 +665,7 @@ class NodeTable:
             self.request_count += 1
             handle = self.handles.get(handle_id)
         if handle is None:
-            raise refuse(errno.EBADF)
+            raise os_error(errno.EBADF)
         return handle
 
     def opened_by(self, request: int) -> Handle | None:

@@ -21,7 +21,7 @@ from bootseer.fuse.kernel.operations import Buffer, Caller, Opened
 from bootseer.fuse.striped.mounted.journal import FileRecord, Inherited, NodeKind
 from bootseer.fuse.striped.mounted.listing import Listings
 from bootseer.fuse.striped.mounted.nodes import Handle, Node, NodeTable, Phase
-from bootseer.fuse.striped.names.stored import FileStatus, refuse, status_of
+from bootseer.fuse.striped.names.stored import FileStatus, os_error, status_of
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.file_writer import FileWriter
@@ -57,14 +57,14 @@ class OpenFiles:
         clock: Callable[[], float],
         on_published: Callable[[Node], None],
         *,
-        passes_files: bool,
+        allows_passthrough: bool,
         caches_reads: bool,
     ) -> None:
         """Make the operations on the open files in `nodes`.
 
         `on_published` is called, without the lock, with the directory of a published file.
-        `passes_files`: see `MountedTree`. `caches_reads`: whether the kernel reads files through
-        its page cache.
+        `allows_passthrough`: see `MountedTree`. `caches_reads`: whether the kernel reads files
+        through its page cache.
         """
         self.unwritten: list[str] = []
         """Files whose last bytes were lost because the mount ended while they were open."""
@@ -76,7 +76,7 @@ class OpenFiles:
         self._listings = listings
         self._clock = clock
         self._on_published = on_published
-        self._passes_files = passes_files
+        self._allows_passthrough = allows_passthrough
         self._caches_reads = caches_reads
         self._waiting = threading.BoundedSemaphore(_WAITING_MAX)
 
@@ -132,7 +132,7 @@ class OpenFiles:
             _log.error("%s was being written: its writer gets an error", path)
         elif record.is_nameless:
             writer = handle.writer = self._storage.writer(path)
-            writer.fail(refuse(errno.ESTALE))
+            writer.fail(os_error(errno.ESTALE))
             writer.detach()
         elif handle.base is None:
             handle.writer = self._storage.writer(path)
@@ -172,23 +172,28 @@ class OpenFiles:
             if not is_reader:
                 if node.is_detached or not node.is_wanted:
                     self._claim_writer_node(caller, node)
-                self._nodes.note_opened(node)
+                self._nodes.finish_pending_lookup(node)
             elif node.is_writer_node and self._nodes.expect_lookup(
                 node, caller.pid, self._clock(), only_reads=True
             ):
                 # The file was published after the lookup.
-                raise refuse(errno.ESTALE, node.path)
+                raise os_error(errno.ESTALE, node.path)
             elif not node.is_writer_node:
                 # A pending lookup, left from an open for writing that failed, would make the next
                 # lookup of that file by this thread return a writer's node.
                 self._nodes.end_pending_lookups(caller.pid)
             path = node.attached_path
-            if is_reader and self._passes_files and node.was_passed and flags & os.O_DIRECT:
+            if (
+                is_reader
+                and self._allows_passthrough
+                and node.used_passthrough
+                and flags & os.O_DIRECT
+            ):
                 self._renew(node)
-                raise refuse(errno.ESTALE, path)
+                raise os_error(errno.ESTALE, path)
             if node.is_local and not node.is_unpublished:
                 # The file's writer has just been killed, or has failed.
-                raise refuse(errno.ESTALE, path)
+                raise os_error(errno.ESTALE, path)
             if is_reader and (node.is_local or node.writer() is not None):
                 handle = self._nodes.open(node, flags, caller.request)
                 self._nodes.note(handle)
@@ -205,22 +210,22 @@ class OpenFiles:
             with self._lock:
                 self._nodes.detach(node)
                 self._listings.drop(path)
-            raise refuse(errno.ESTALE, path) from None
+            raise os_error(errno.ESTALE, path) from None
         with self._lock:
             if not self._may_read(node, view):
                 self._reader.close(file)
-                raise refuse(errno.ESTALE, path)
+                raise os_error(errno.ESTALE, path)
             handle = self._nodes.open(node, flags, caller.request)
             handle.file = file
             node.had_readers = True
-            may_be_passed = self._may_pass(node, flags)
+            may_use_passthrough = self._may_use_passthrough(node, flags)
         # Not under the lock, because this opens the stored file.
-        descriptor = self._reader.descriptor(file) if may_be_passed else None
+        descriptor = self._reader.descriptor(file) if may_use_passthrough else None
         with self._lock:
             # A writer may have opened the file meanwhile.
-            if descriptor is not None and self._may_pass(node, flags):
+            if descriptor is not None and self._may_use_passthrough(node, flags):
                 handle.descriptor = descriptor
-                node.was_passed = True
+                node.used_passthrough = True
             self._nodes.note(handle)
             # The size of a writer's node may change, so its pages are not cached.
             is_cached = self._caches_reads and not node.is_writer_node and not flags & os.O_DIRECT
@@ -283,24 +288,24 @@ class OpenFiles:
             # The second open of a thread in an invisible pid namespace cannot be recognized. Such a
             # thread takes the node that it found, or a new node if others have opened that one.
             is_refused = not node.is_local and (
-                node.is_detached or bool(node.handles) or node.was_passed
+                node.is_detached or bool(node.handles) or node.used_passthrough
             )
             if is_refused and not node.is_writer_node:
                 self._nodes.detach(node)
         if is_refused:
-            raise refuse(errno.ESTALE, node.path)
+            raise os_error(errno.ESTALE, node.path)
         if not node.is_local and not node.is_writer_node:
             self._nodes.make_writer_node(node)
 
-    def _may_pass(self, node: Node, flags: int) -> bool:
+    def _may_use_passthrough(self, node: Node, flags: int) -> bool:
         """Return whether the kernel may read the stored file itself; the lock is held.
 
         False if the file is open for writing, because writes must come to this server, and for
         O_DIRECT, whose alignment the stored file may not allow.
         """
         return (
-            self._passes_files
-            and node.may_be_passed
+            self._allows_passthrough
+            and node.allows_passthrough
             and not node.is_writer_node
             and not flags & os.O_DIRECT
             and not any(handle.is_writable for handle in node.handles)
@@ -314,7 +319,7 @@ class OpenFiles:
         """
         assert node.parent is not None
         renewed = self._nodes.add(node.parent, node.name, node.status)
-        renewed.may_be_passed = False
+        renewed.allows_passthrough = False
 
     # ---- reading and writing --------------------------------------------------------------
 
@@ -362,7 +367,7 @@ class OpenFiles:
         """Take `data` at `offset`, or at the end of a file opened with O_APPEND."""
         handle = self._nodes.handle(handle_id)
         if not handle.is_writable:
-            raise refuse(errno.EBADF)
+            raise os_error(errno.EBADF)
         writer = self._writer(handle)
         handle.killed, handle.phase = False, Phase.OPEN
         with self._changing(caller, handle):
@@ -392,7 +397,7 @@ class OpenFiles:
             self._finish_emptied(node, os.O_WRONLY)
         with self._lock:
             if node.status.is_dir:
-                raise refuse(errno.EISDIR)
+                raise os_error(errno.EISDIR)
             handle = self._nodes.handles.get(handle_id) if handle_id is not None else None
             if handle is None or not handle.is_writable:
                 # truncate(2) of a file that is not stored yet cuts the bytes of its open writer.
@@ -403,7 +408,7 @@ class OpenFiles:
                         # The kernel cuts the pages of the node in the request, so that node must
                         # not have readers.
                         self._claim_writer_node(caller, node)
-                    self._nodes.note_opened(node)
+                    self._nodes.finish_pending_lookup(node)
             path = node.path
         if handle is None:
             self._truncate_stored(node, path, size_bytes)
@@ -429,7 +434,7 @@ class OpenFiles:
             # The RELEASE of a handle that emptied the file before may still come.
             for other in self._nodes.same_file(node):
                 self._supersede(other.handles)
-        self.published(node, writer.view)
+        self.show_published(node, writer.view)
 
     def _writer(self, handle: Handle, *, starts_empty: bool = False) -> FileWriter:
         """Return the writer of an open file; begin it if there is none yet."""
@@ -447,7 +452,7 @@ class OpenFiles:
         writer = self._storage.writer(path, None if stale else base)
         if stale:
             # The generation to append to was replaced or removed.
-            writer.fail(refuse(errno.ESTALE, path))
+            writer.fail(os_error(errno.ESTALE, path))
         if handle.is_nameless:
             writer.detach()
         with self._lock:
@@ -661,9 +666,9 @@ class OpenFiles:
             finally:
                 self._note_unfinished(handle)
             if writer.view is not None:
-                self.published(handle.node, writer.view)
+                self.show_published(handle.node, writer.view)
 
-    def published(self, node: Node, view: FileView) -> None:
+    def show_published(self, node: Node, view: FileView) -> None:
         """Make lookups and readers find a generation that the writer of `node` has published."""
         with self._lock:
             for handle in node.handles:
@@ -677,14 +682,16 @@ class OpenFiles:
             if directory is not None:
                 # The size of this node follows the writer, so readers get another node.
                 self._nodes.make_writer_node(node)
-                self._show(node, directory, view, is_first=is_first)
+                self._show_to_lookups(node, directory, view, is_first=is_first)
                 if not node.handles:
                     self._nodes.detach(node)
             self._nodes.note_published(node, view.path)
         if directory is not None:
             self._on_published(directory)
 
-    def _show(self, node: Node, directory: Node, view: FileView, *, is_first: bool) -> None:
+    def _show_to_lookups(
+        self, node: Node, directory: Node, view: FileView, *, is_first: bool
+    ) -> None:
         """Make lookups find a generation that has just been published; the lock is held."""
         found = directory.children.get(node.name)
         if found is not None and found.is_local:
@@ -780,7 +787,7 @@ class OpenFiles:
             if handle.is_due:
                 self._publish(handle, writer)
             elif not writer.needs_publishing and writer.view is not None:
-                self.published(handle.node, writer.view)
+                self.show_published(handle.node, writer.view)
         except (BootseerError, OSError) as error:
             _log.error("%s was renamed, but its written bytes are lost: %s", writer.path, error)
 

@@ -80,7 +80,7 @@ def _serve(
                 owner_fd=owner_fd,
                 device_minor=attached.device_minor,
                 can_restart=attached.connection.resend,
-                passes_files=attached.connection.passthrough,
+                allows_passthrough=attached.connection.passthrough,
                 maps_direct_io=attached.connection.direct_io_mmap,
             ).operations
 

@@ -89,7 +89,7 @@ class CheckpointWorker:
         owner_fd: int | None,
         device_minor: int,
         can_restart: bool,
-        passes_files: bool,
+        allows_passthrough: bool,
         maps_direct_io: bool,
     ) -> None:
         """Open the storage and continue from a predecessor's journal, if there is one.
@@ -99,7 +99,7 @@ class CheckpointWorker:
             owner_fd: Pidfd of the process that the mount is for.
             device_minor: Number of the mount's connection.
             can_restart: Whether the kernel sends pending requests again to a successor.
-            passes_files: As for `MountedTree`.
+            allows_passthrough: As for `MountedTree`.
             maps_direct_io: As for `MountedTree`.
 
         Raises: BootseerError.
@@ -116,7 +116,7 @@ class CheckpointWorker:
         self._figures_writer: FiguresWriter | None = None
         path = self._folder / JOURNAL
         self._is_successor = path.exists()
-        inherited = _inherited(path)
+        inherited = _read_inherited(path)
         self._storage = storage = StripedStorage(
             open_backend(spec.url, deadline_s=spec.deadline_s),
             spec.stripe_settings,
@@ -131,7 +131,7 @@ class CheckpointWorker:
                 owner=Ownership(uid, gid, spec.umask),
                 journal=Journal(path),
                 inherited=inherited,
-                passes_files=passes_files,
+                allows_passthrough=allows_passthrough,
                 maps_direct_io=maps_direct_io,
                 uses_page_cache=spec.page_cache,
                 on_mounted=self._begin,
@@ -273,7 +273,7 @@ class CheckpointWorker:
         self.operations.stop_if_quiet(end_process)
 
 
-def _inherited(path: Path) -> Inherited:
+def _read_inherited(path: Path) -> Inherited:
     try:
         return read_journal(path)
     except (OSError, CorruptError) as error:
@@ -281,7 +281,7 @@ def _inherited(path: Path) -> Inherited:
         return Inherited()
 
 
-def _exists(url: str, deadline_s: float) -> bool:
+def _is_folder(url: str, deadline_s: float) -> bool:
     """Return whether there is a folder at `url`. Raises: BootseerError."""
     with contextlib.closing(open_backend(url, deadline_s=deadline_s)) as backend:
         try:
@@ -315,7 +315,7 @@ def _check_root(storage: StripedStorage, spec: MountSpec) -> bool:
         if spec.read_only:
             raise
         above = folder_above(spec.url) if backend.traits.one_step_rename else None
-        if above is not None and not _exists(above, spec.deadline_s):
+        if above is not None and not _is_folder(above, spec.deadline_s):
             raise NotFoundError(
                 f"{public_url(spec.url)} is not there, nor is the folder above it: check the URL, "
                 f"or make {public_url(above)} first"

@@ -52,8 +52,8 @@ class _Examined(Struct, frozen=True):
     layout: Layout | None
 
 
-def refuse(code: int, path: str = "") -> OSError:
-    """Return the error of a refused file system call."""
+def os_error(code: int, path: str = "") -> OSError:
+    """Return the OSError with the errno `code`."""
     return OSError(code, os.strerror(code), path)
 
 
@@ -113,7 +113,7 @@ class StoredNames:
         """Return the current generation of the file at `path`, ready to be read."""
         info = self._backend.stat(path)
         if info.is_dir:
-            raise refuse(errno.EISDIR, path)
+            raise os_error(errno.EISDIR, path)
         return self.view_of(info)
 
     def entries(self, path: str) -> list[FileInfo]:
@@ -127,7 +127,7 @@ class StoredNames:
         known = self._examine(info, whole=True)
         info, layout = known.info, known.layout
         if info.is_dir:
-            raise refuse(errno.EISDIR, info.path)
+            raise os_error(errno.EISDIR, info.path)
         if known.header is None:
             return plain_view(info.path, info)
         assert layout is not None

@@ -39,8 +39,8 @@ from bootseer.fuse.striped.layout import (
 from bootseer.fuse.striped.names.stored import (
     FileStatus,
     StoredNames,
+    os_error,
     plain_view,
-    refuse,
     run_name,
 )
 from bootseer.fuse.striped.reading.opened import OpenFile
@@ -63,7 +63,7 @@ _SWEEP_S = 1.0
 _MARK_EVERY_S = 900.0
 _CLOSE_TIMEOUT_S = 5.0
 # Deletions that fail are repeated with growing pauses.
-_AGAIN = Policy(attempts=math.inf, base_s=1.0, cap_s=300.0)
+_DELETE_RETRIES = Policy(attempts=math.inf, base_s=1.0, cap_s=300.0)
 
 
 def directory_of(path: str) -> str:
@@ -108,14 +108,14 @@ class RetiredParts:
         if self._grace_s <= 0:
             self.sweep()
 
-    def moved(self, source: str, target: str) -> None:
+    def follow_rename(self, source: str, target: str) -> None:
         """Follow a rename of the directory `source` to `target`."""
         with self._lock:
             for retired in self._folders:
                 if retired.directory == source or retired.directory.startswith(source + "/"):
                     retired.directory = target + retired.directory[len(source) :]
 
-    def take(self, directory: str) -> None:
+    def forget(self, directory: str) -> None:
         """Forget the folders of one directory, which the caller removes."""
         with self._lock:
             self._folders = [retired for retired in self._folders if retired.directory != directory]
@@ -153,7 +153,7 @@ class RetiredParts:
                 _log.warning("replaced parts stay behind for fsck: %s", error)
                 return
             retired.failure_count += 1
-            pause_s = _AGAIN.delay_s(retired.failure_count, dice())
+            pause_s = _DELETE_RETRIES.delay_s(retired.failure_count, dice())
             _log.warning("replaced parts are deleted in %.0f s: %s", pause_s, error)
             with self._lock:
                 retired.due_s = time.monotonic() + pause_s
@@ -290,7 +290,7 @@ class StripedTree:
         run: str,
         expected: str | None,
         *,
-        adds: bool,
+        appends: bool,
         before_commit: Callable[[], None],
     ) -> FileView:
         """Make the stored file `run` the ordinary file at `path`, or its new end, in one step.
@@ -300,7 +300,7 @@ class StripedTree:
 
         def commit() -> None:
             before_commit()
-            if adds:
+            if appends:
                 self._join(path, run)
             else:
                 # Even if this is a copy and a delete, the copy appears in one step.
@@ -319,11 +319,14 @@ class StripedTree:
         commit: Callable[[], None],
         named: frozenset[str] = frozenset(),
     ) -> FileInfo:
-        """Replace the file at `path` by `commit`; keep the parts of the generations `named`."""
+        """Call `commit`, which replaces the file at `path`; retire the parts of the old file.
+
+        Parts of the generations `named` are kept, because the new file has them, too.
+        """
         with self._change(path):
             old = self._current(path)
             if expected is not None and (old is None or old.identity != expected):
-                raise refuse(errno.ESTALE, path)
+                raise os_error(errno.ESTALE, path)
             self._keep_readers(old)
             commit()
             self._counters.add(published_count=1)
@@ -424,7 +427,7 @@ class StripedTree:
             self.stored.forget(source)
             self.stored.forget(target)
 
-    def rename_begun(
+    def rename_unpublished(
         self,
         source: str,
         target: str,
@@ -442,12 +445,12 @@ class StripedTree:
         with self._change():
             replaced = self._replaced(target, replace=replace)
             if replaced is not None and replaced.is_dir:
-                raise refuse(errno.EISDIR, target)
+                raise os_error(errno.EISDIR, target)
             parent = directory_of(target)
             if has_parts and directory_of(source) != parent:
-                raise refuse(errno.EXDEV, target)
+                raise os_error(errno.EXDEV, target)
             if parent and not self.backend.stat(parent).is_dir:
-                raise refuse(errno.ENOTDIR, target)
+                raise os_error(errno.ENOTDIR, target)
         for step in publish:
             step()
         with contextlib.suppress(NotFoundError):
@@ -463,16 +466,16 @@ class StripedTree:
         except NotFoundError:
             return None
         if not replace:
-            raise refuse(errno.EEXIST, target)
+            raise os_error(errno.EEXIST, target)
         return replaced
 
     def _rename_file(self, moved: FileInfo, target: str, replaced: FileInfo | None) -> None:
         if replaced is not None and replaced.is_dir:
-            raise refuse(errno.EISDIR, target)
+            raise os_error(errno.EISDIR, target)
         is_striped = self.stored.is_striped(moved)
         if is_striped and directory_of(moved.path) != directory_of(target):
             # The parts lie beside the layout, and the two cannot move in one step.
-            raise refuse(errno.EXDEV, target)
+            raise os_error(errno.EXDEV, target)
         old = self._current(target) if replaced is not None else None
         self._keep_readers(old)
         view = self._view_of(moved)
@@ -483,13 +486,13 @@ class StripedTree:
 
     def _rename_directory(self, source: str, target: str, replaced: FileInfo | None) -> None:
         if target.startswith(source + "/"):
-            raise refuse(errno.EINVAL, target)
+            raise os_error(errno.EINVAL, target)
         if replaced is not None:
             if not replaced.is_dir:
-                raise refuse(errno.ENOTDIR, target)
+                raise os_error(errno.ENOTDIR, target)
             self._remove_directory(target)
         self.backend.rename(source, target)
-        self._retired.moved(source, target)
+        self._retired.follow_rename(source, target)
         for file in self.reader.open_files():
             if file.view.path.startswith(source + "/"):
                 file.view = file.view.at_path(target + file.view.path[len(source) :])
@@ -500,7 +503,7 @@ class StripedTree:
         """Make one directory. Raises: FileExistsError."""
         with self._change():
             if self._is_stored(path):
-                raise refuse(errno.EEXIST, path)
+                raise os_error(errno.EEXIST, path)
             self.backend.mkdir(path)
         return self.stored.status(path)
 
@@ -508,15 +511,15 @@ class StripedTree:
         """Remove an empty directory with its hidden folder."""
         with self._change():
             if not self.backend.stat(path).is_dir:
-                raise refuse(errno.ENOTDIR, path)
+                raise os_error(errno.ENOTDIR, path)
             self._remove_directory(path)
             self.stored.forget(path)
 
     def _remove_directory(self, path: str) -> None:
         if self.stored.entries(path):
-            raise refuse(errno.ENOTEMPTY, path)
+            raise os_error(errno.ENOTEMPTY, path)
         self._move_readers_up(path)
-        self._retired.take(path)
+        self._retired.forget(path)
         self.backend.delete(parts_folder(path), recursive=True)
         self.backend.delete(path)
 
@@ -571,7 +574,10 @@ class StripedTree:
             self._pin_readers(old)
 
     def _pin_readers(self, view: FileView) -> bool:
-        """Return whether no reader of an ordinary file needs the stored file any more."""
+        """Read an ordinary file into memory for its open readers, if it is small enough.
+
+        Return whether no reader needs the stored file any more.
+        """
         files = [file for file in self._readers_of(view) if file.pinned is None]
         if view.size_bytes > _PIN_MAX_BYTES:
             return not files
@@ -606,7 +612,7 @@ class StripedTree:
         except NotFoundError:
             return None
         if info.is_dir:
-            raise refuse(errno.EISDIR, path)
+            raise os_error(errno.EISDIR, path)
         return self._view_of(info)
 
     def _view_of(self, info: FileInfo) -> FileView:

@@ -66,12 +66,17 @@ Key: TypeAlias = tuple[str, int, bool]
 
 
 class _ReadStream(Struct):
+    """State of one reader of a file."""
+
     next: int
+    """Offset at which the next read is expected."""
     read_bytes: int
     ahead: int
+    """Offset up to which read-ahead was advised."""
     used_s: float
     is_sequential: bool
     window_bytes: int
+    """Largest number of bytes to read ahead."""
     least_bytes: int = 0
     """Read-ahead from the first large read on."""
     widened_until: int = 0
@@ -178,7 +183,7 @@ class Replicas:
         self._opening = SingleFlight()
         self._block_bytes = _DEFAULT_BLOCK_BYTES
         self._slow: set[tuple[int, int]] = set()
-        self._good: dict[int, int] = {}
+        self._fast: dict[int, int] = {}
         """Number of the reader that was fast, by block."""
 
     def pick(self, offset: int, avoided: Collection[int]) -> tuple[int, Reader]:
@@ -196,9 +201,9 @@ class Replicas:
         with self._lock:
             block = self._block(offset)
             others = [n for n in self._readers if n not in avoided]
-            good = self._good.get(block)
-            if good in others:
-                return good, self._readers[good]
+            fast = self._fast.get(block)
+            if fast in others:
+                return fast, self._readers[fast]
             for number in others:
                 if (number, block) not in self._slow:
                     return number, self._readers[number]
@@ -218,15 +223,15 @@ class Replicas:
         with self._lock:
             block = self._block(offset)
             self._slow.add((number, block))
-            if self._good.get(block) == number:
-                del self._good[block]
+            if self._fast.get(block) == number:
+                del self._fast[block]
 
     def note_fast(self, number: int, offset: int) -> None:
         """Note that a reader was fast at `offset`."""
         with self._lock:
             block = self._block(offset)
             self._slow.discard((number, block))
-            self._good[block] = number
+            self._fast[block] = number
 
     def drop(self, number: int) -> None:
         """Drop a reader that failed: its knowledge of the file may be out of date."""

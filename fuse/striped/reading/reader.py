@@ -53,7 +53,7 @@ def _never() -> bool:
 
 
 class _Figures(EngineFigures):
-    """Counts an engine's reads in the mount's counters."""
+    """Adapter that counts the reads of an engine in the mount's counters."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -366,17 +366,12 @@ class StripedReader:
             file.open_count += 1
             return file
 
-    def close(self, file: OpenFile) -> bool:
-        """End one use of `file`; return whether it was the last one.
-
-        Cached bytes stay until memory is needed.
-        """
+    def close(self, file: OpenFile) -> None:
+        """End one use of `file`. Cached bytes stay until memory is needed."""
         with self._lock:
             file.open_count -= 1
-            if file.open_count:
-                return False
-            self._files.pop(file.view.identity, None)
-            return True
+            if not file.open_count:
+                self._files.pop(file.view.identity, None)
 
     def open_files(self) -> list[OpenFile]:
         """Return a snapshot of the open files."""

@@ -146,7 +146,10 @@ def copy_out(
 
 
 def _is_device(target: Path) -> bool:
-    """Whether `target` is a device. Raises: InvalidInputError if it takes bytes in order only."""
+    """Return whether `target` is a device.
+
+    Raises: InvalidInputError if it is a pipe or socket, which takes bytes in order only.
+    """
     try:
         mode = target.stat().st_mode
     except OSError:
@@ -319,10 +322,10 @@ def convert_file(
     view = storage.tree.stored.view(path)
     if is_stored_as(view, settings):
         return False
-    exactly = replace(settings, is_exact=True)
+    exact_settings = replace(settings, is_exact=True)
     opened = storage.reader.open(view)
     try:
-        writer = storage.writer(path, expected=view.identity, settings=exactly)
+        writer = storage.writer(path, expected=view.identity, settings=exact_settings)
         try:
             copy_opened(storage, opened, writer, on_progress)
         finally:

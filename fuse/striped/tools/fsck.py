@@ -143,8 +143,8 @@ def delete_garbage(storage: StripedStorage, report: FolderReport, age_s: float) 
     """Delete garbage of a report if it is still garbage and old enough. Return the deleted pieces.
 
     Safe at any moment, and while others save. For readers of a file that was replaced, the report
-    should be older than the grace of replaced parts (`storage.DEFAULT_GRACE_S`); parts that a mount
-    has open for longer stay young (`retired`).
+    should be older than the grace of replaced parts (`storage.DEFAULT_GRACE_S`). A mount that has
+    parts open for longer puts new files beside them (`RetiredParts`), so that they are not old.
 
     Raises: UnavailableError, DeadlineError...; CorruptError, UnknownFormatError for a layout that
     cannot be read, whose parts are not known.

@@ -204,7 +204,7 @@ class PlainForm(Form):
             self.path,
             run,
             expected,
-            adds=self._base is not None,
+            appends=self._base is not None,
             before_commit=self._unnamed.clear,
         )
         self._shared.tree.discard(self.path, {part_round.generation})

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.striped.mounted.newest import newest_files, read_newest, steps, tracked_name
+from bootseer.fuse.striped.mounted.newest import (
+    newest_files,
+    read_newest,
+    step_series,
+    tracked_name,
+)
 from bootseer.fuse.striped.mounted.status import mount_status
 from bootseer.fuse.striped.tools.copy import copy_in, open_storage
 from tests.fuse.striped.support.harness import UNIT, Driver, storage_on
@@ -172,7 +177,7 @@ def test_what_is_chosen(tmp_path: Path, name: str) -> None:
 
 def test_series_of_steps() -> None:
     names = ["step_9", "step_10", "epoch=1-step=200.ckpt", "epoch=0-step=300.ckpt", "mp_rank_00"]
-    assert steps(names) == [
+    assert step_series(names) == [
         ["epoch=0-step=300.ckpt", "epoch=1-step=200.ckpt"],
         ["step_10", "step_9"],
     ]

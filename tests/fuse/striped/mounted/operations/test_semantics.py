@@ -627,7 +627,7 @@ def test_a_late_close_does_not_hide_a_truncation(
     one.fs.flush(CALLER, *emptied)
     close = threading.Thread(target=one.fs.release, args=(*emptied, 0))
     published, shown, cut, done = (threading.Event() for _ in range(4))
-    show = one.fs.files.published
+    show = one.fs.files.show_published
 
     def published_late(node: Any, view: Any) -> None:
         if threading.current_thread() is close:
@@ -642,7 +642,7 @@ def test_a_late_close_does_not_hide_a_truncation(
             cut.set()
             shown.wait(60)
 
-    monkeypatch.setattr(one.fs.files, "published", published_late)
+    monkeypatch.setattr(one.fs.files, "show_published", published_late)
     close.start()
     assert published.wait(60)
     one.truncate("f", 5)
