@@ -60,7 +60,7 @@ def export_snapshot(store: Store, manifest: Manifest, path: Path, on_progress: O
     try:
         with open(temporary, "xb", opener=private_opener) as file:
             try:
-                if is_plain(manifest) and not manifest.is_layered:
+                if is_one_directory(manifest) and not manifest.is_layered:
                     # The only blob has the format of an export.
                     _copy_blob(store, manifest.targets[0], file, on_progress)
                 else:
@@ -79,7 +79,7 @@ def export_snapshot(store: Store, manifest: Manifest, path: Path, on_progress: O
     return size_bytes
 
 
-def is_plain(manifest: Manifest) -> bool:
+def is_one_directory(manifest: Manifest) -> bool:
     """Return whether a snapshot is one whole directory: names in its export are relative to it."""
     return len(manifest.targets) == 1 and manifest.targets[0].whole
 
@@ -103,7 +103,7 @@ def _write_members(
         members = Members(writer)
         for target in sorted(manifest.targets, key=lambda target: target.path):
             tree = catalogue.load_tree(store, target)
-            top = b"" if is_plain(manifest) else target.path[1:]
+            top = b"" if is_one_directory(manifest) else target.path[1:]
             _write_tree(store, top, tree, members, writer.frame_bytes)
             on_progress(sum(blob.size_bytes for blob in target.blobs))
         # Directories above the targets are not members, since unpacking the archive would change
@@ -123,12 +123,14 @@ def _write_tree(store: Store, top: bytes, tree: Tree, members: Members, frame_by
             members.add_hard_link(name, *first_names[number])
             continue
         inode = tree.inode(number)
-        added = _add(members, reader, name, inode, frame_bytes)
+        added = _add_member(members, reader, name, inode, frame_bytes)
         if not stat.S_ISDIR(inode.mode) and tree.link_count(number) > 1:
             first_names[number] = added, name
 
 
-def _add(members: Members, reader: BlobReader, name: bytes, inode: Inode, frame_bytes: int) -> int:
+def _add_member(
+    members: Members, reader: BlobReader, name: bytes, inode: Inode, frame_bytes: int
+) -> int:
     def read(offset: int, length: int) -> bytes:
         return reader.read_extents(inode, offset, length)
 
@@ -187,8 +189,8 @@ def import_target(
             folder = private_directory(settings.cache_dir / "snapshots")
             file = stack.enter_context(tempfile.TemporaryFile(dir=folder))
             stream = _Expanded(source, archive, on_progress)
-            tree = _packed(stream, cast(BinaryIO, file), archive)
-            _check(tree, archive)
+            tree = _pack(stream, cast(BinaryIO, file), archive)
+            _check_restorable(tree, archive)
             return catalogue.store_target(store, path, tree, cast(BinaryIO, file), whole=True)
     except BootseerError:
         raise
@@ -196,7 +198,7 @@ def import_target(
         raise from_oserror(error, f"import {archive}") from error
 
 
-def _packed(stream: "_Expanded", sink: BinaryIO, archive: Path) -> Tree:
+def _pack(stream: "_Expanded", sink: BinaryIO, archive: Path) -> Tree:
     try:
         return pack_tar(stream, sink, must_end=True)
     except ERRORS as error:
@@ -205,14 +207,15 @@ def _packed(stream: "_Expanded", sink: BinaryIO, archive: Path) -> Tree:
         raise CorruptError(f"{archive}: {error}") from error
 
 
-def _check(tree: Tree, archive: Path) -> None:
+def _check_restorable(tree: Tree, archive: Path) -> None:
     if not tree.name_count:
-        raise InvalidInputError(f"{archive} is empty: no tar archive, or one of nothing")
+        raise InvalidInputError(f"{archive} holds no files: it is empty, or no tar archive")
     for path, number in tree.walk():
         mode = tree.mode(number)
         if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
             raise InvalidInputError(
-                f"{archive} holds the device node {text_of(path)}; make it without"
+                f"{archive} holds the device node {text_of(path)}, which restores refuse; make the "
+                "archive without it"
             )
         if path.rpartition(b"/")[2].startswith(STAGING_PREFIX):
             raise InvalidInputError(f"{archive} holds the reserved name {text_of(path)}")

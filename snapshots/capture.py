@@ -41,7 +41,7 @@ from bootseer.snapshots.manifest import (
     Target,
 )
 from bootseer.snapshots.scan import Scan, diff, text_of
-from bootseer.snapshots.sharing import RULE, Rule, find_others
+from bootseer.snapshots.sharing import RULE, Rule, find_reusable_files
 from bootseer.store import Store
 from bootseer.store.paths import local_root
 
@@ -77,14 +77,14 @@ def capture(
     """
     difference = diff(change.before, change.after)
     paths = [path for path in difference.packed_paths() if not is_device(change, path)]
-    others = ReusedFiles()
+    reused = ReusedFiles()
     if base is not None:
-        others = find_others(store, base, change.host, change.after, paths, rule)
+        reused = find_reusable_files(store, base, change.host, change.after, paths, rule)
     try:
         folder = private_directory(cache_dir / "snapshots")
         # The file has no name, so it ends with the process.
         with tempfile.TemporaryFile(dir=folder) as file:
-            tree = _pack(change, paths, cast(BinaryIO, file), others)
+            tree = _pack(change, paths, cast(BinaryIO, file), reused)
             if inodes := privileged(tree):
                 logger.warning(
                     "%d files in %s have set-user-ID or set-group-ID bits or capabilities: nodes "
@@ -93,7 +93,10 @@ def capture(
                     text_of(change.path),
                 )
             return store_target(
-                *(store, change.path, tree, cast(BinaryIO, file)),
+                store,
+                change.path,
+                tree,
+                cast(BinaryIO, file),
                 whole=len(change.before) <= 1,
                 deletions=difference.deleted,
                 replace=replace,
@@ -114,18 +117,18 @@ def is_device(change: Change, path: bytes) -> bool:
     return False
 
 
-def _pack(change: Change, paths: Sequence[bytes], file: BinaryIO, others: ReusedFiles) -> Tree:
+def _pack(change: Change, paths: Sequence[bytes], file: BinaryIO, reused: ReusedFiles) -> Tree:
     total = sum(
         change.after[path].size_bytes
         for path in paths
-        if stat.S_ISREG(change.after[path].mode) and path not in others.files
+        if stat.S_ISREG(change.after[path].mode) and path not in reused.files
     )
     with ProgressBar(f"packing {text_of(change.path)}", total) as progress:
         return pack_directory(
             change.host,
             file,
             paths=paths,
-            others=others,
+            others=reused,
             identities=change.identities,
             on_progress=progress.advance,
         )
@@ -179,11 +182,11 @@ _LOOK_SHORT_S = 0.1
 _OPEN_LOOK_S = 0.3
 NAMES_MAX = 200_000
 # Likely places first, since the search may reach its bounds.
-_SYSTEM = (
+_SYSTEM_PLACES = (
     *("/usr/local", "/etc", "/opt", "/usr/bin", "/usr/sbin"),
     *("/var/lib/dpkg", "/var/lib/rpm", "/usr/lib", "/usr/share"),
 )
-_HOME = (".local", ".config", ".conda", "bin")
+_HOME_PLACES = (".local", ".config", ".conda", "bin")
 # Caches and logs, which no job misses.
 _IGNORED_NAMES = {"__pycache__", ".cache", ".git", "log", "logs"}
 _CACHE_VARIABLES = (
@@ -203,8 +206,8 @@ def usual_places(environ: Mapping[str, str], directory: str) -> list[str]:
     home = environ.get("HOME", "")
     places = [directory, environ.get("VIRTUAL_ENV", ""), environ.get("CONDA_PREFIX", "")]
     if home:
-        places += [os.path.join(home, name) for name in _HOME]
-    return [place for place in (*places, *_SYSTEM) if place.startswith("/") and place != "/"]
+        places += [os.path.join(home, name) for name in _HOME_PLACES]
+    return [place for place in (*places, *_SYSTEM_PLACES) if place.startswith("/") and place != "/"]
 
 
 def _own_places(settings: Settings) -> list[Path]:
@@ -217,7 +220,7 @@ def _own_places(settings: Settings) -> list[Path]:
     return places
 
 
-def caches(environ: Mapping[str, str], directory: str) -> list[Path]:
+def cache_folders(environ: Mapping[str, str], directory: str) -> list[Path]:
     """Return the cache folders that the variables of pip, uv, conda and others name."""
     places = [environ.get(name, "") for name in _CACHE_VARIABLES]
     return [Path(directory, place) for place in places if place]
@@ -337,15 +340,15 @@ def look_outside(
     return changed_since(
         since_ns,
         usual_places(environ, directory),
-        [*targets, *_own_places(settings), *caches(environ, directory)],
+        [*targets, *_own_places(settings), *cache_folders(environ, directory)],
         until_ns=time.time_ns(),
         job_id=environ.get("SLURM_JOB_ID", ""),
         look_s=min(_LOOK_S, _LOOK_SHORT_S + setup_s / 20),
     )
 
 
-_TEMPORARY = (b"/tmp", b"/var/tmp", b"/run", b"/var/run")
-_IGNORED = {os.fsencode(name) for name in _IGNORED_NAMES}
+_TEMPORARY_FOLDERS = (b"/tmp", b"/var/tmp", b"/run", b"/var/run")
+_IGNORED_NAMES_BYTES = {os.fsencode(name) for name in _IGNORED_NAMES}
 _Writings = Mapping[bytes, Written]
 """Entries of the upper layer by path below the root."""
 
@@ -361,8 +364,8 @@ class OutsideLayers:
         `targets` are paths of this host; `directory` is a path inside the root.
         """
         self._layers = layers
-        self._ignored = {*_TEMPORARY, *map(os.fsencode, _IGNORED_PATHS)}
-        for place in caches(environ, directory):
+        self._ignored = {*_TEMPORARY_FOLDERS, *map(os.fsencode, _IGNORED_PATHS)}
+        for place in cache_folders(environ, directory):
             try:
                 path = resolve_in_root(layers.root, os.fsencode(place))
             except (BootseerError, OSError):
@@ -390,7 +393,7 @@ class OutsideLayers:
         return (
             b"/" in self._ignored
             or b"/" + path in self._ignored
-            or path.rpartition(b"/")[2] in _IGNORED
+            or path.rpartition(b"/")[2] in _IGNORED_NAMES_BYTES
             or path.endswith((b".pyc", b".log"))
         )
 
@@ -410,9 +413,9 @@ def _changed_paths(
 ) -> list[bytes]:
     """Return absolute paths that are new, changed or gone.
 
-    `lower` gives the original status of a path. A directory is named if it is gone, new and empty,
-    of another mode or owner, or new in another's place; names in it are left out then. `is_whole`:
-    `after` holds everything.
+    `lower` gives the original status of a path. A directory is listed if its mode or owner changed,
+    if it is new and empty, or if it replaces something else. Of a directory that is gone, the names
+    in it are not listed. `is_whole`: whether `after` holds everything.
     """
     found = []
     # Directories that hide the lower layer.
@@ -424,7 +427,9 @@ def _changed_paths(
         then = before.get(path)
         if now == then:
             continue
-        if not stat.S_ISDIR(now.mode) or _is_news(now, then, None if is_hidden else lower(path)):
+        if not stat.S_ISDIR(now.mode) or _is_directory_changed(
+            now, then, None if is_hidden else lower(path)
+        ):
             found.append(b"/" + path)
     if is_whole:
         gone = {path for path in before.keys() - after.keys() if before[path] != WHITEOUT}
@@ -432,8 +437,8 @@ def _changed_paths(
     return found
 
 
-def _is_news(now: Written, then: Written | None, lower: os.stat_result | None) -> bool:
-    """Return whether a directory is named itself, besides the names in it."""
+def _is_directory_changed(now: Written, then: Written | None, lower: os.stat_result | None) -> bool:
+    """Return whether a directory itself is a change, besides the changes in it."""
     if then is not None and then != WHITEOUT:
         return now[:4] != then[:4]
     if lower is None or then is not None:

@@ -240,14 +240,14 @@ def store_target(
         with ProgressBar("storing", size_bytes) as progress:
             pieces = _Pieces(content, progress) if isinstance(content, Path) else content
             # A cut-off object under the right name must not make every later restore fail.
-            if not store.publish(key, pieces, replace=replace) and _is_other(
+            if not store.publish(key, pieces, replace=replace) and _has_other_size(
                 store, key, size_bytes
             ):
                 store.publish(key, pieces, replace=True)
     return target
 
 
-def _is_other(store: Store, key: str, size_bytes: int) -> bool:
+def _has_other_size(store: Store, key: str, size_bytes: int) -> bool:
     try:
         return store.size(key) != size_bytes
     except NotFoundError:
@@ -278,24 +278,24 @@ def publish(store: Store, manifest: Manifest, *, replace: bool = False) -> bool:
     a garbage collector deleted an object of the snapshot meanwhile; it is not visible then.
     """
     key = manifest_key(manifest.fingerprint)
-    done = store.publish(key, encode(manifest), replace=replace)
+    is_ours = store.publish(key, encode(manifest), replace=replace)
     # Objects that existed were not sent again. A collector reads the manifests right before it
     # deletes, and we look for the objects after publishing, so one of both notices.
     for target in manifest.targets:
         blobs = (blob_key(blob.digest) for blob in target.blobs)
         for needed in (*blobs, index_key(target.index.digest)):
-            if done and not store.exists(needed):
+            if is_ours and not store.exists(needed):
                 store.delete(key)
                 raise BusyError(f"{needed} was deleted while it was needed; run it again")
     if manifest.name:
-        _tell_moved(store, manifest)
+        _warn_if_taken(store, manifest)
         named = _NAME_FORM.encode(_Name(manifest.fingerprint))
         store.publish(f"{_NAMES}{manifest.name}.json", named, replace=True)
-    return done
+    return is_ours
 
 
-def _tell_moved(store: Store, manifest: Manifest) -> None:
-    """Warn if the name stands for another snapshot until now."""
+def _warn_if_taken(store: Store, manifest: Manifest) -> None:
+    """Warn if the name of `manifest` is that of another snapshot until now."""
     try:
         before = _read_name(store, manifest.name)
     except CorruptError:
@@ -400,7 +400,7 @@ def admit_tree(target: Target, data: bytes, *, privileges: bool) -> Tree:
             len(inodes),
             where,
         )
-        _withhold(tree)
+        _remove_privileges(tree)
     return tree
 
 
@@ -420,7 +420,7 @@ def _privileged(tree: Tree, modes: set[int]) -> set[int]:
     return inodes
 
 
-def _withhold(tree: Tree) -> None:
+def _remove_privileges(tree: Tree) -> None:
     columns = tree.columns
     columns.mode = array(
         "I", [mode & ~_SET_ID if stat.S_ISREG(mode) else mode for mode in columns.mode]
@@ -430,7 +430,7 @@ def _withhold(tree: Tree) -> None:
     ]
 
 
-_DAMAGE = (CorruptError, NotFoundError, UnknownFormatError)
+_DAMAGE_ERRORS = (CorruptError, NotFoundError, UnknownFormatError)
 
 
 class Verdict(Struct, frozen=True):
@@ -452,7 +452,7 @@ class Verifier:
         quick: bool = False,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Compare everything that the snapshot consists of with its digests.
+        """Make a verifier, which compares all parts of a snapshot with their digests.
 
         Args:
             quick: Only check that everything exists and has the right size.
@@ -461,8 +461,8 @@ class Verifier:
         self._store = store
         self._quick = quick
         self._on_progress = on_progress
-        # Index -> what is wrong with it or its blobs, or "".
-        self._known: dict[str, str] = {}
+        self._problems: dict[str, str] = {}
+        """Problem of an index or its blobs, by digest of the index; "" without one."""
 
     def check(self, fingerprint: str) -> Verdict:
         """Look at one snapshot: manifest, trees, and every byte of its blobs.
@@ -471,7 +471,7 @@ class Verifier:
         """
         try:
             manifest = load(self._store, fingerprint)
-        except _DAMAGE as error:
+        except _DAMAGE_ERRORS as error:
             return Verdict(fingerprint, "", (f"its manifest cannot be read: {error}",))
         if manifest is None:
             return Verdict(fingerprint, "", ("it is gone",))
@@ -479,18 +479,18 @@ class Verifier:
         return Verdict(fingerprint, manifest.name, problems)
 
     def _check(self, target: Target) -> str:
-        known = target.index.digest
-        if known not in self._known:
+        digest = target.index.digest
+        if digest not in self._problems:
             try:
                 for blob in target.blobs:
                     self._check_stored(blob_key(blob.digest), blob)
                 self._check_stored(index_key(target.index.digest), target.index)
                 if not self._quick:
                     self._read(target)
-                self._known[known] = ""
-            except _DAMAGE as error:
-                self._known[known] = str(error)
-        problem = self._known[known]
+                self._problems[digest] = ""
+            except _DAMAGE_ERRORS as error:
+                self._problems[digest] = str(error)
+        problem = self._problems[digest]
         return f"{text_of(target.path)}: {problem}" if problem else ""
 
     def _check_stored(self, key: str, stored: Stored) -> None:

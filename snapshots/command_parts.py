@@ -11,7 +11,7 @@ from bootseer.errors import UnsupportedError
 from bootseer.snapshots.key_parts import SECRETS, Part, fingerprint
 from bootseer.snapshots.shown import hidden_atoms, shown_command, shown_script, shown_values
 
-_DEFAULT_VARIABLE = re.compile(r"(PIP|UV|CONDA)_[A-Z_]*(URL|URLS|CHANNELS|INDEX|INDEXES)")
+_INDEX_VARIABLE = re.compile(r"(PIP|UV|CONDA)_[A-Z_]*(URL|URLS|CHANNELS|INDEX|INDEXES)")
 # Variables for options of pip and uv that decide what is installed, or where.
 _OPTION_VARIABLES = {
     *(f"PIP_{name}" for name in ("TARGET", "PREFIX", "ROOT", "USER", "PRE", "NO_DEPS")),
@@ -23,21 +23,23 @@ SET, UNSET = "set", "unset"
 """Values of the part for a declared variable."""
 
 
-class Public(Struct, frozen=True):
+class PartsAndSecrets(Struct, frozen=True):
     """Parts that every reader of the store may see, and secrets that decide the result as well."""
 
     parts: tuple[Part, ...]
     secrets: tuple[str, ...]
 
 
-def command_part(command: Sequence[str], environ: Mapping[str, str] | None = None) -> Public:
+def command_part(
+    command: Sequence[str], environ: Mapping[str, str] | None = None
+) -> PartsAndSecrets:
     """Return the set-up command as JSON, with only the words that may be shown.
 
     `environ`: the command's environment, whose secrets are hidden in the command. Users in URLs are
     left out.
     """
     words, hidden = shown_command(command, secret_values(environ or {}))
-    return Public((Part("command", json.dumps(words, ensure_ascii=True)),), hidden)
+    return PartsAndSecrets((Part("command", json.dumps(words, ensure_ascii=True)),), hidden)
 
 
 def shown_program(command: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -59,12 +61,12 @@ def hidden_words(
     return hidden_atoms(shown, all_hidden)
 
 
-def decides(name: str) -> bool:
+def is_always_in_key(name: str) -> bool:
     """Return whether a variable's value is in each key, without being declared."""
-    return bool(_DEFAULT_VARIABLE.fullmatch(name)) or name in _OPTION_VARIABLES
+    return bool(_INDEX_VARIABLE.fullmatch(name)) or name in _OPTION_VARIABLES
 
 
-def variable_parts(environ: Mapping[str, str], names: Iterable[str]) -> Public:
+def variable_parts(environ: Mapping[str, str], names: Iterable[str]) -> PartsAndSecrets:
     """Return parts for declared variables, and for those of pip and uv with an index or an option.
 
     A declared value may be a secret, so its part only says whether it is set. An index URL is kept
@@ -74,7 +76,7 @@ def variable_parts(environ: Mapping[str, str], names: Iterable[str]) -> Public:
     secrets: list[str] = []
     known = secret_values(environ)
     for name in environ:
-        if decides(name):
+        if is_always_in_key(name):
             shown, found = shown_values(environ[name], known)
             parts[name] = Part(f"env {name}", shown)
             secrets += found
@@ -85,7 +87,7 @@ def variable_parts(environ: Mapping[str, str], names: Iterable[str]) -> Public:
         elif name not in parts:
             parts[name] = Part(f"env {name}", SET)
             secrets.append(f"{name}={value}")
-    return Public(tuple(sorted(parts.values())), tuple(secrets))
+    return PartsAndSecrets(tuple(sorted(parts.values())), tuple(secrets))
 
 
 def secret_part(parts: Sequence[Part], secrets: Sequence[str]) -> list[Part]:

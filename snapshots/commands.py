@@ -230,35 +230,35 @@ class _Reader:
 
     def script(self, text: str, *, is_output_used: bool = False) -> None:
         if self._depth > _DEPTH_MAX:
-            self.opaque("a script in a script in a script")
+            self.opaque("scripts that are nested too deeply")
             return
         found = parse(text)
-        if found.odd:
-            self.opaque(found.odd)
+        if found.not_understood:
+            self.opaque(found.not_understood)
         if len(found.events) > _COMMANDS_MAX:
             self.opaque("a very long shell script")
             return
-        self._collect(found.events)
+        self._collect_values(found.events)
         stack: list[tuple[Block, _State]] = []
         is_function = False
-        chain = self._state.copy()  # after the first pipeline of a list of "&&" and "||"
+        first_state = self._state.copy()  # after the first pipeline of a list of "&&" and "||"
         is_certain = True
         for event in found.events:
             if isinstance(event, Simple):
                 event.is_output_used |= is_output_used
                 if not event.joined and not event.is_piped:
-                    self._end_chain(chain)
+                    self._end_chain(first_state)
                     is_certain = True
                 is_certain = is_certain and not event.joined
                 before = self._state.copy()
-                self._simple(event)
+                self._read_simple(event)
                 if event.joined == "||":
                     before.directory = self._state.directory
                     self._state = before
                 elif is_certain:
-                    chain = self._state.copy()
+                    first_state = self._state.copy()
                 continue
-            self._end_chain(chain)
+            self._end_chain(first_state)
             if event.kind == "function":
                 is_function = True
             elif event.kind in ("begin", "list"):
@@ -266,23 +266,23 @@ class _Reader:
                 is_function = False
                 stack.append((kind, self._state.copy()))
             elif event.kind == "branch" and stack:
-                self._leave(stack[-1][1])
+                self._leave_block(stack[-1][1])
                 self._state = stack[-1][1].copy()
             elif event.kind == "end" and stack:
                 block, before = stack.pop()
                 if block.kind == "begin":
-                    self._leave(before)
+                    self._leave_block(before)
                     self._state = before
                 elif block.name == ")":
                     self._state = replace(before, made=self._state.made)
             elif event.kind == "for":
                 self._state.bound.add(event.name)
                 for token in event.values or ():
-                    self._inner(token)
+                    self._add_scripts_in(token)
                     self.add(
                         moved_to(Hints(words=_named_words(self._spread(token))), self._directory)
                     )
-            chain = self._state.copy()
+            first_state = self._state.copy()
 
     @property
     def _directory(self) -> str:
@@ -292,12 +292,12 @@ class _Reader:
         """End a list of `&&` and `||`: only the effects of its first command are certain."""
         self._state = _State(self._state.directory, set(first.bound), set(first.made))
 
-    def _leave(self, before: _State) -> None:
+    def _leave_block(self, before: _State) -> None:
         """Leave a block that may not have run."""
         if self._state.directory != before.directory:
             self.opaque("a cd that may not happen")
 
-    def _collect(self, events: Iterable[Simple | Block]) -> None:
+    def _collect_values(self, events: Iterable[Simple | Block]) -> None:
         """Note all values of the script's variables, and the names of its functions."""
         for event in events:
             if isinstance(event, Block):
@@ -311,15 +311,15 @@ class _Reader:
                     )
                 continue
             words = [token.text for token in event.words]
-            for text in (*(token.text for token in event.assignments), *_set_by(words)):
+            for text in (*(token.text for token in event.assignments), *_assignments_by(words)):
                 if match := ASSIGNMENT.match(text):
                     is_whole = match[0] == f"{match[1]}="
                     value = text[match.end() :] if is_whole else COMPUTED
                     self._assigned.setdefault(match[1], []).append(value)
 
-    def _simple(self, event: Simple) -> None:
+    def _read_simple(self, event: Simple) -> None:
         for token in event.tokens():
-            self._inner(token)
+            self._add_scripts_in(token)
         words = [token.text for token in event.words]
         assignments = [token.text for token in event.assignments]
         if words and base_name(words[0]) in _DECLARE:
@@ -343,21 +343,23 @@ class _Reader:
             self._note(Hints(words=_named_words([one for values in lists for one in values])))
             self.run([one[0] if len(one) == 1 else COMPUTED for one in lists], event)
         if not words:
-            self._bind(match[1] for text in assignments if (match := ASSIGNMENT.match(text)))
+            self._note_bound(match[1] for text in assignments if (match := ASSIGNMENT.match(text)))
         else:
-            self._bind(match[1] for text in _set_by(words) if (match := ASSIGNMENT.match(text)))
+            self._note_bound(
+                match[1] for text in _assignments_by(words) if (match := ASSIGNMENT.match(text))
+            )
         for token in event.writes:
             for path in self._spread(token):
-                self._made(path)
+                self._note_made(path)
 
-    def _bind(self, names: Iterable[str]) -> None:
+    def _note_bound(self, names: Iterable[str]) -> None:
         self._state.bound.update(names)
 
-    def _made(self, path: str) -> None:
+    def _note_made(self, path: str) -> None:
         if not path.startswith("/dev/") and COMPUTED not in path:
             self._state.made.add(_place(self._directory, path))
 
-    def _inner(self, token: Token) -> None:
+    def _add_scripts_in(self, token: Token) -> None:
         """Add the hints of the scripts in a word, and note the variables that come from outside."""
         free = [name for name in token.variables if name not in self._state.bound]
         self.add(Hints(variables=tuple(free)))
@@ -473,7 +475,7 @@ class _Reader:
         hints = _hints_of_simple(words, shows=not event.is_output_used)
         self._note(hints)
         for path in _made_by(program, words[1:]):
-            self._made(path)
+            self._note_made(path)
 
     def _change_directory(self, words: list[str], event: Simple) -> None:
         state = self._state
@@ -505,7 +507,7 @@ def _script_in(program: str, words: Sequence[str]) -> str | None:
     return None
 
 
-def _set_by(words: Sequence[str]) -> Iterator[str]:
+def _assignments_by(words: Sequence[str]) -> Iterator[str]:
     """Yield the assignments, as texts, that a builtin of the shell makes."""
     program = words[0] if words else ""
     if program in _DECLARE:
@@ -624,9 +626,6 @@ def _module(words: Sequence[str]) -> tuple[str, list[str]] | None:
     return None
 
 
-_BUILTINS = {"builtin", "nohup", "unbuffer", "catatonit", "command", "exec"}
-
-
 class Wrapper(Struct, frozen=True):
     """Known options of a wrapper, without options that run another program."""
 
@@ -654,8 +653,7 @@ def _wrapper(
 
 
 WRAPPERS = {
-    **dict.fromkeys(_BUILTINS - {"exec", "unbuffer"}, _wrapper(flags="-p")),
-    "unbuffer": _wrapper(flags="-p"),
+    **dict.fromkeys(("builtin", "nohup", "catatonit", "command", "unbuffer"), _wrapper(flags="-p")),
     "exec": _wrapper("-a", "-c -l"),
     "setsid": _wrapper(flags="-c -f -w --ctty --fork --wait"),
     "dumb-init": _wrapper(flags="-v -c --verbose --single-child"),
@@ -786,7 +784,9 @@ _READS_NOTHING = _set("""
     let break continue
     """)
 # Programs that show the state of the machine; if their output is used, their input is unknown.
-_SHOWS = _set("ls du df stat ps free uptime tty file jobs readlink realpath printenv groups")
+_STATE_PROGRAMS = _set(
+    "ls du df stat ps free uptime tty file jobs readlink realpath printenv groups"
+)
 _CHECKSUMS = "md5sum sha1sum sha224sum sha256sum sha384sum sha512sum b2sum cksum"
 # Programs that read the files among their words, and the options that make them read others.
 _READERS: dict[str, str] = {
@@ -808,8 +808,8 @@ _LETTER_VALUES = {
     "head": "nc",
     "tail": "nc",
 }
-_TEST_FILES = _set("-e -f -d -r -w -x -s -L -h -b -c -p -S -a")
-_TESTS = _set(
+_FILE_TESTS = _set("-e -f -d -r -w -x -s -L -h -b -c -p -S -a")
+_TEST_OPERATORS = _set(
     "-n -z = == != =~ -eq -ne -lt -le -gt -ge ! -o && || ( ) < > -v [ [[ ] ]] -t -k -u -g"
 )
 _TAR_RUNS = ("-T", "--files-from", "-I", "--use-compress-program", "--to-command", "--checkpoint")
@@ -897,7 +897,7 @@ def _hints_of_file_tool(tool: str, words: Sequence[str], *, shows: bool = True) 
     computed = any(COMPUTED in word for word in words)
     if tool in _READS_NOTHING:
         return Hints()
-    if tool in _SHOWS:
+    if tool in _STATE_PROGRAMS:
         return Hints() if shows else None
     if tool in ("test", "[", "[["):
         return _hints_of_test(tool, words)
@@ -950,7 +950,7 @@ def _made_by(tool: str, words: Sequence[str]) -> tuple[str, ...]:
         return (
             tuple(_positional(words, set())) if not {"-a", "--append"}.intersection(words) else ()
         )
-    words = _apart(words)
+    words = _split_copy_options(words)
     if tool in ("cp", "mv", "ln", "install") and not _option_values(
         words, {"-t", "--target-directory"}
     ):
@@ -984,10 +984,14 @@ def _hints_of_test(tool: str, words: Sequence[str]) -> Hints | None:
     """Return the hints of `test -f FILE`: the existence of a file decides."""
     tested: list[str] = []
     for i, word in enumerate(words):
-        if word in _TEST_FILES:
+        if word in _FILE_TESTS:
             if i + 1 < len(words) and words[i + 1] not in ("]", "]]"):
                 tested.append(words[i + 1])
-        elif word.startswith("-") and word not in _TESTS and not (i and words[i - 1] in _TESTS):
+        elif (
+            word.startswith("-")
+            and word not in _TEST_OPERATORS
+            and not (i and words[i - 1] in _TEST_OPERATORS)
+        ):
             return None
     if any(COMPUTED in word for word in tested):
         return None
@@ -996,7 +1000,7 @@ def _hints_of_test(tool: str, words: Sequence[str]) -> Hints | None:
 
 def _hints_of_copy(tool: str, words: Sequence[str]) -> Hints | None:
     """Return the hints of `cp SOURCE... TARGET`: the sources are read."""
-    words = _apart(words)
+    words = _split_copy_options(words)
     if tool == "install" and {"-d", "--directory"}.intersection(words):
         return Hints()
     values = {"-t", "--target-directory", "-S", "--suffix"}
@@ -1009,7 +1013,7 @@ def _hints_of_copy(tool: str, words: Sequence[str]) -> Hints | None:
     return Hints(words=sources) if tool == "ln" else Hints(files=sources)
 
 
-def _apart(words: Sequence[str]) -> list[str]:
+def _split_copy_options(words: Sequence[str]) -> list[str]:
     """Return the words of `cp` and similar programs with "-at" as "-a -t"."""
     found: list[str] = []
     for word in words:
@@ -1084,11 +1088,11 @@ _PROJECT_TOOLS = {
     "pdm": ("pdm.lock", {"install", "sync", "add", "update", "remove"}, {"-p", "--project"}),
 }
 _LOCKED_VERBS = {"sync", "install"}
-_UPGRADES = {"-U", "--upgrade", "--upgrade-package", "--no-lock"}
+_UPGRADE_OPTIONS = {"-U", "--upgrade", "--upgrade-package", "--no-lock"}
 _CONDA_VERBS = {"create", "install", "update", "upgrade", "remove", "uninstall", "env"}
 _CONDA_READS_NOTHING = {"list", "info", "clean", "search", "compare", "deactivate"}
-_TOOLS = {"venv", "virtualenv", "conda", "mamba", "micromamba"}
-_KNOWN = _FILE_OPTIONS | _PIP_VALUE_OPTIONS | _VENV_VALUE_OPTIONS
+_ENVIRONMENT_TOOLS = {"venv", "virtualenv", "conda", "mamba", "micromamba"}
+_KNOWN_OPTIONS = _FILE_OPTIONS | _PIP_VALUE_OPTIONS | _VENV_VALUE_OPTIONS
 # Lists that `conda env` reads by default.
 _CONDA_LISTS = ("environment.yml", "environment.yaml")
 _PIP_INSTALLS = {"install", "sync"}
@@ -1113,7 +1117,7 @@ def _hints_of_project(tool: str, words: list[str]) -> Hints | None:
     copied = (folder or ".",) if "--no-editable" in words else ()
     verb, *added = _positional(words[1:], options)
     version = (posixpath.join(folder, ".python-version"),) if tool == "uv" else ()
-    is_locked = verb in _LOCKED_VERBS and not _UPGRADES.intersection(words)
+    is_locked = verb in _LOCKED_VERBS and not _UPGRADE_OPTIONS.intersection(words)
     hints = Hints(
         ("python3",),
         files=(*files, *copied),
@@ -1133,89 +1137,95 @@ def _hints_of_project(tool: str, words: list[str]) -> Hints | None:
 
 def _is_package_tool(tool: str) -> bool:
     """Return whether `_hints_of_package_tool` knows a tool."""
-    return bool(PIP.fullmatch(tool)) or tool in _TOOLS
+    return bool(PIP.fullmatch(tool)) or tool in _ENVIRONMENT_TOOLS
 
 
 def _hints_of_package_tool(tool: str, program: str, words: list[str]) -> Hints:
     """Return the hints of `tool` with the arguments `words`, in the interpreter of `program`."""
     # Unknown options may name files.
-    odd = [word for word in words if word.startswith("-") and not _is_known(word)]
+    unknown = [word for word in words if word.startswith("-") and not _is_known(word)]
     # In a word of several letters, a value may follow the last option.
     with_value = _FILE_OPTIONS | _PIP_VALUE_OPTIONS
-    odd += [one for one in words if re.match("-[A-Za-z]{2}", one) and one[:2] not in with_value]
+    unknown += [one for one in words if re.match("-[A-Za-z]{2}", one) and one[:2] not in with_value]
     hints = _hints_of_tool(tool, program, words)
-    return replace(hints, words=_named_words(words if hints.opaque else odd))
+    return replace(hints, words=_named_words(words if hints.opaque else unknown))
 
 
 def _is_known(option: str) -> bool:
     name = option.partition("=")[0]
-    return name in _KNOWN or (not option.startswith("--") and option[:2] in _KNOWN)
+    return name in _KNOWN_OPTIONS or (not option.startswith("--") and option[:2] in _KNOWN_OPTIONS)
 
 
 def _hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
     if tool in ("venv", "virtualenv"):
         directories = _positional(words, _VENV_VALUE_OPTIONS)
-        interpreter = _option_values(words, {"-p", "--python"}) if tool == "virtualenv" else []
+        interpreter = _option_values(words, _PYTHON_OPTIONS) if tool == "virtualenv" else []
         return Hints((interpreter[0] if interpreter else program,), tuple(directories))
     if PIP.fullmatch(tool):
-        if not {"install", "sync", "uninstall"}.intersection(words):
-            verb = (_positional(words, _PIP_VALUE_OPTIONS) or [""])[0]
-            is_closed = not verb or verb in _PIP_READS_NOTHING
-            return Hints((program,), opaque=() if is_closed else (f"{tool} {verb}",))
-        links = _option_values(words, _LINKS_OPTIONS)
-        options = _FILE_OPTIONS - _LINKS_OPTIONS
-        skipped = options | _LINKS_OPTIONS | _PIP_VALUE_OPTIONS
-        lists = _option_values(words, options - {"-e", "--editable"})
-        groups = _option_values(words, {"--group"})
-        projects = [one.rpartition(":")[0] or "pyproject.toml" for one in groups]
-        indexed = _option_values(words, _REQUIREMENT_OPTIONS)
-        named = [*_option_values(words, {"-e", "--editable"}), *_positional(words, skipped)]
-        named = [word for word in named if word not in ("install", "sync", "uninstall")]
-        if "sync" in words:
-            lists, indexed = [*lists, *named], [*indexed, *named]
-        asks = bool(_PIP_INSTALLS.intersection(words)) and "--no-index" not in words
-        has_deps = "--no-deps" not in words
-        asked = [one for one in named if has_deps or not _is_local(one)]
-        places = _option_values(words, {"-t", "--target", "--prefix"})
-        environments = []
-        for python in _option_values(words, _PYTHON_OPTIONS):
-            if PYTHON.fullmatch(base_name(python)):
-                program = python
-            elif "/" in python:
-                environments.append(python)
-        return Hints(
-            python_words=(program,),
-            environment_dirs=tuple(environments),
-            install_dirs=tuple(places),
-            files=tuple(dict.fromkeys((*lists, *named, *projects))),
-            link_dirs=tuple(links),
-            uses_pip=not places,
-            uses_user_site="--user" in words,
-            requirement_files=tuple(lists),
-            indexed_files=tuple(indexed) if asks else (),
-            requirements=(*asked, *groups) if asks and "sync" not in words else (),
-            tools=("pip",),
-        )
-    if tool in ("conda", "mamba", "micromamba"):
-        prefixes = _option_values(words, {"-p", "--prefix"})
-        changes = bool(_CONDA_VERBS.intersection(words[:1]))
-        # A new environment without -p has a name, on the command line or in environment.yml.
-        is_named = bool(_option_values(words, {"-n", "--name"})) or "create" in words[:2]
-        verbs = [word for word in words if not word.startswith("-")][:1]
-        opaque = " ".join((tool, *verbs))
-        lists = _option_values(words, {"-f", "--file"})
-        if not lists and {"create", "update"}.intersection(words[1:2]) and words[0] == "env":
-            lists = list(_CONDA_LISTS)
-        options = _FILE_OPTIONS | {"-p", "--prefix", "-n", "--name", "-c", "--channel"}
-        specs = [one for one in _positional(words, options) if one not in _CONDA_VERBS]
-        return Hints(
-            environment_dirs=tuple(prefixes),
-            files=tuple(dict.fromkeys((*_option_values(words, _FILE_OPTIONS), *lists))),
-            requirements=tuple(specs) if changes and "--offline" not in words else (),
-            spec_files=tuple(lists) if changes and "--offline" not in words else (),
-            opaque=() if changes or _CONDA_READS_NOTHING.intersection(verbs) else (opaque,),
-            tools=("conda",),
-            uses_conda=changes and not prefixes and not is_named,
-            names_conda_environment=changes and not prefixes and is_named,
-        )
-    raise ValueError(f"{tool} is not in the tables")
+        return _hints_of_pip(tool, program, words)
+    return _hints_of_conda(tool, words)
+
+
+def _hints_of_pip(tool: str, program: str, words: list[str]) -> Hints:
+    if not {"install", "sync", "uninstall"}.intersection(words):
+        verb = (_positional(words, _PIP_VALUE_OPTIONS) or [""])[0]
+        is_closed = not verb or verb in _PIP_READS_NOTHING
+        return Hints((program,), opaque=() if is_closed else (f"{tool} {verb}",))
+    links = _option_values(words, _LINKS_OPTIONS)
+    options = _FILE_OPTIONS - _LINKS_OPTIONS
+    skipped = options | _LINKS_OPTIONS | _PIP_VALUE_OPTIONS
+    lists = _option_values(words, options - {"-e", "--editable"})
+    groups = _option_values(words, {"--group"})
+    projects = [one.rpartition(":")[0] or "pyproject.toml" for one in groups]
+    indexed = _option_values(words, _REQUIREMENT_OPTIONS)
+    named = [*_option_values(words, {"-e", "--editable"}), *_positional(words, skipped)]
+    named = [word for word in named if word not in ("install", "sync", "uninstall")]
+    if "sync" in words:
+        lists, indexed = [*lists, *named], [*indexed, *named]
+    asks = bool(_PIP_INSTALLS.intersection(words)) and "--no-index" not in words
+    has_deps = "--no-deps" not in words
+    asked = [one for one in named if has_deps or not _is_local(one)]
+    places = _option_values(words, {"-t", "--target", "--prefix"})
+    environments = []
+    for python in _option_values(words, _PYTHON_OPTIONS):
+        if PYTHON.fullmatch(base_name(python)):
+            program = python
+        elif "/" in python:
+            environments.append(python)
+    return Hints(
+        python_words=(program,),
+        environment_dirs=tuple(environments),
+        install_dirs=tuple(places),
+        files=tuple(dict.fromkeys((*lists, *named, *projects))),
+        link_dirs=tuple(links),
+        uses_pip=not places,
+        uses_user_site="--user" in words,
+        requirement_files=tuple(lists),
+        indexed_files=tuple(indexed) if asks else (),
+        requirements=(*asked, *groups) if asks and "sync" not in words else (),
+        tools=("pip",),
+    )
+
+
+def _hints_of_conda(tool: str, words: list[str]) -> Hints:
+    prefixes = _option_values(words, {"-p", "--prefix"})
+    changes = bool(_CONDA_VERBS.intersection(words[:1]))
+    # A new environment without -p has a name, on the command line or in environment.yml.
+    is_named = bool(_option_values(words, {"-n", "--name"})) or "create" in words[:2]
+    verbs = [word for word in words if not word.startswith("-")][:1]
+    opaque = " ".join((tool, *verbs))
+    lists = _option_values(words, {"-f", "--file"})
+    if not lists and {"create", "update"}.intersection(words[1:2]) and words[0] == "env":
+        lists = list(_CONDA_LISTS)
+    options = _FILE_OPTIONS | {"-p", "--prefix", "-n", "--name", "-c", "--channel"}
+    specs = [one for one in _positional(words, options) if one not in _CONDA_VERBS]
+    return Hints(
+        environment_dirs=tuple(prefixes),
+        files=tuple(dict.fromkeys((*_option_values(words, _FILE_OPTIONS), *lists))),
+        requirements=tuple(specs) if changes and "--offline" not in words else (),
+        spec_files=tuple(lists) if changes and "--offline" not in words else (),
+        opaque=() if changes or _CONDA_READS_NOTHING.intersection(verbs) else (opaque,),
+        tools=("conda",),
+        uses_conda=changes and not prefixes and not is_named,
+        names_conda_environment=changes and not prefixes and is_named,
+    )

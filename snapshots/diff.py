@@ -19,7 +19,7 @@ from bootseer.snapshots.manifest import Manifest
 from bootseer.snapshots.scan import NOTHING, STAGING_PREFIX
 from bootseer.store import Store
 
-_TOLD_MAX = 3
+_LISTED_MAX = 3
 
 
 class Difference(Struct, frozen=True):
@@ -66,7 +66,7 @@ def _note(name: str, before: dict[str, str], after: dict[str, str]) -> str:
     if kind == "before":
         if now == NOTHING:
             return f"{what} is missing or empty now"
-        return f"{what} holds something {'already' if stored == 'nothing' else 'else'}"
+        return f"{what} holds something {'already' if stored == NOTHING else 'else'}"
     return {
         "input": "its contents have changed",
         "exists": "it is there, or is of another kind",
@@ -96,9 +96,11 @@ def _interpreter_note(stored: str, now: str) -> str:
 
 def in_words(differences: Sequence[Difference]) -> str:
     """Return the differences in one line, the first few of many."""
-    told = [f"{one.part} ({one.note})" if one.note else one.part for one in differences[:_TOLD_MAX]]
-    more = len(differences) - len(told)
-    return "; ".join(told) + (f"; and {more} more" if more else "")
+    listed = [
+        f"{one.part} ({one.note})" if one.note else one.part for one in differences[:_LISTED_MAX]
+    ]
+    more = len(differences) - len(listed)
+    return "; ".join(listed) + (f"; and {more} more" if more else "")
 
 
 class PackageChange(Struct, frozen=True):
@@ -110,7 +112,7 @@ class PackageChange(Struct, frozen=True):
     after: str | None
 
 
-def _packages_in(trees: "Iterable[Tree]") -> dict[Package, str]:
+def _packages_in(trees: Iterable[Tree]) -> dict[Package, str]:
     """Return the version of each package in the trees; several versions are joined by ", "."""
     found: dict[Package, set[str]] = {}
     for tree in trees:

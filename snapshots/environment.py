@@ -56,8 +56,8 @@ from bootseer.snapshots.layers import hard_links, scan_after, scan_before
 from bootseer.snapshots.mounted import (
     MountedSnapshot,
     find_mounted,
+    for_shared_targets,
     keep_mounted,
-    noting_shared,
     recover_mounts,
     recover_mounts_from,
     shared_targets,
@@ -244,7 +244,7 @@ def mounted_in_place(
 # ---- one set-up -------------------------------------------------------------------------------
 
 
-class Host(Protocol):
+class JobStart(Protocol):
     """Start that goes on in this process: mounts of the set-up end when the process ends."""
 
     def before_own_view(self) -> None:
@@ -308,7 +308,7 @@ def run_setup(
     wait_s: float = 1800.0,
     lease_s: float = 30.0,
     forks: bool = False,
-    host: Host | None = None,
+    job_start: JobStart | None = None,
 ) -> SetupResult:
     """Make the targets as the set-up command would, by restoring its snapshot if there is one.
 
@@ -317,14 +317,14 @@ def run_setup(
         wait_s: Longest wait for another process or node that runs the same set-up.
         lease_s: Time for which a node that died holds the others up.
         forks: Whether a server may begin as a copy of this process (see `early_server`).
-        host: Start that goes on in this process; None: mounts stay when the process ends.
+        job_start: Start that goes on in this process; None: mounts stay when the process ends.
 
     Raises:
         SetupFailedError: The command failed; the error has its exit code.
         InvalidInputError, NotFoundError: A declared target or input cannot be used.
         BusyError: Another job runs on a target that this set-up would change.
     """
-    one = _SetUp(settings, request, report, wait_s, lease_s, forks, host)
+    one = _SetUp(settings, request, report, wait_s, lease_s, forks, job_start)
     sweep_overlays(settings.run_dir)
     try:
         one.resolved = resolve(request, report, settings.cache_dir / "interpreters")
@@ -358,7 +358,7 @@ class _SetUp:
         wait_s: float,
         lease_s: float,
         forks: bool,
-        host: Host | None,
+        job_start: JobStart | None,
     ) -> None:
         self.settings = settings
         self.request = request
@@ -366,9 +366,9 @@ class _SetUp:
         self.wait_s = wait_s
         self.lease_s = lease_s
         self.forks = forks
-        self.host = host
+        self.job_start = job_start
         self.started = time.monotonic()
-        self.note = noting_shared(remember(settings, request.root))
+        self.note = for_shared_targets(remember(settings, request.root))
         self.paths: dict[bytes, Path] = {}
         """The path of each target on this host."""
         self.locks: tuple[int, ...] = ()
@@ -444,7 +444,7 @@ class _SetUp:
 
     def _note_users(self, result: SetupResult) -> SetupResult:
         """Note that the job runs on the targets now, unless they are its own."""
-        if self.host is not None and self.request.root == _ROOT:
+        if self.job_start is not None and self.request.root == _ROOT:
             note_user(self.settings.run_dir, shared_targets(self.hosts))
         return result
 
@@ -496,7 +496,7 @@ class _SetUp:
             )
             return None
         if not self._is_kept(MOUNTED) or not keep_mounted(
-            self.settings, mounts, until_exit=self.host is not None
+            self.settings, mounts, until_exit=self.job_start is not None
         ):
             return None
         self.report(f"snapshot {self.key[:12]} is mounted already")
@@ -535,7 +535,7 @@ class _SetUp:
             self.report(f"warning: cannot tell how old the snapshot in place is: {error}")
             return True
         is_used = not may_replace(
-            self.settings, self.request, self.paths, until_exit=self.host is not None
+            self.settings, self.request, self.paths, until_exit=self.job_start is not None
         )
         known = Known(manifest, max_age_s, in_place=in_place, is_used=is_used)
         decision = decide(known, time.time_ns())
@@ -562,12 +562,12 @@ class _SetUp:
         used = other_users(self.settings.run_dir, hosts)
         if not used:
             return False
-        if self.host is None:
+        if self.job_start is None:
             check_unused(self.settings.run_dir, hosts)
             return False
         from bootseer.snapshots.mounting import enter_own_view
 
-        enter_own_view(self.settings, used, self.host.before_own_view)
+        enter_own_view(self.settings, used, self.job_start.before_own_view)
         for target, pid in used.items():
             self.report(
                 f"process {pid}, another job on this node, runs on something else in {target}: "
@@ -642,8 +642,8 @@ class _SetUp:
 
         if not self._has_waited:
             self._has_waited = True
-            if watch.owner != self.settings.node and self.host is not None:
-                self._end_stage = self.host.waiting_for(watch.owner, 0)
+            if watch.owner != self.settings.node and self.job_start is not None:
+                self._end_stage = self.job_start.waiting_for(watch.owner, 0)
             self.report(f"another node is running the set-up of {self.key[:12]}; waiting")
         began = time.monotonic()
         # Spread, so that a thousand nodes do not ask in step.
@@ -658,8 +658,8 @@ class _SetUp:
         start come earlier: it gets a stage, too.
         """
         is_made_elsewhere = manifest is not None and manifest.node != self.settings.node
-        if self.host and manifest and is_made_elsewhere and self._end_stage is None:
-            self._end_stage = self.host.waiting_for(manifest.node, manifest.created_ns)
+        if self.job_start and manifest and is_made_elsewhere and self._end_stage is None:
+            self._end_stage = self.job_start.waiting_for(manifest.node, manifest.created_ns)
         if self._end_stage is not None:
             self._end_stage()
             self._end_stage = None
@@ -676,13 +676,17 @@ class _SetUp:
             catalogue.note_used(self.store, manifest)
         wish = Wish(
             self.settings.restore_mode,
-            until_exit=self.host is not None,
+            until_exit=self.job_start is not None,
             is_container=self.request.root != _ROOT,
             scratch=self.request.scratch,
             process=self.process,
         )
         work = Restoration(
-            *(self.settings, self.store, manifest, placed, self.bases),
+            self.settings,
+            self.store,
+            manifest,
+            placed,
+            self.bases,
             checks_store=self.documents.reads_store,
         )
         done = restore_by_choice(work, wish, on_finished=self.note, report=self.report)
@@ -732,7 +736,7 @@ class _SetUp:
         try:
             return self._run_and_capture(situation, max_age_s)
         except SetupFailedError as error:
-            if usable is None or not all(map(self._is_made_as_before, self.paths)):
+            if usable is None or not all(map(self._undo_failed_setup, self.paths)):
                 raise
             self.report(
                 f"warning: {error}; snapshot {self.key[:12]} is used once more, though it is "
@@ -741,8 +745,8 @@ class _SetUp:
         self.process = None  # ended before the set-up
         return self._restore(usable)
 
-    def _is_made_as_before(self, target: bytes) -> bool:
-        """Remove the remains of a failed set-up from a target, and return whether that worked."""
+    def _undo_failed_setup(self, target: bytes) -> bool:
+        """Undo the changes of a failed set-up to a target; return whether that worked."""
         path, before = self.paths[target], self.before[target]
         if scan_before(self.request.layers, path) == before:
             return True
@@ -767,7 +771,7 @@ class _SetUp:
             self.report(f"no snapshot {self.key[:12]} yet; running the set-up")
         parts = self.resolved.all_parts(self.bases)
         earlier = earlier_snapshots(self.store)
-        if is_new and (sentence := _nearest(parts, earlier)):
+        if is_new and (sentence := _nearest_sentence(parts, earlier)):
             self.report(sentence)
         # A damaged snapshot may be the base.
         base = None if is_damaged else find_base(earlier, parts, self.resolved.targets)
@@ -940,7 +944,7 @@ def _age_of(manifest: "Manifest") -> str:
     return format_age(time.time_ns() - manifest.created_ns)
 
 
-def _nearest(parts: Sequence[Part], earlier: Sequence["Manifest"]) -> str:
+def _nearest_sentence(parts: Sequence[Part], earlier: Sequence["Manifest"]) -> str:
     """Return a sentence about the changes since the nearest snapshot, if it is of this set-up."""
     from bootseer.snapshots.diff import compare_parts, in_words, nearest
 

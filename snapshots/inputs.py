@@ -22,7 +22,7 @@ from bootseer.base.redact import HIDDEN, secret_values, strip_logins
 from bootseer.base.short_digest import Sha256
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.linux.root_paths import WorkingDirectory, resolve_in_root
-from bootseer.snapshots.command_parts import Public
+from bootseer.snapshots.command_parts import PartsAndSecrets
 from bootseer.snapshots.commands import Hints, hints_of_script, is_on, merged, moved_to
 from bootseer.snapshots.key_parts import Part
 from bootseer.snapshots.shell import COMPUTED, SHELLS, as_text, base_name, filled, has_marks
@@ -324,7 +324,7 @@ def with_names(word: str, names: Mapping[str, str]) -> str:
 
 
 TOOLS = ("pip", "uv", "conda")
-_BYTES_MAX = 1024 * 1024
+_SETTINGS_BYTES_MAX = 1024 * 1024
 # Options of pip that do not decide what is installed.
 _PIP_INDIFFERENT = {
     *("cache-dir", "no-cache-dir", "timeout", "retries", "progress-bar", "quiet", "verbose", "log"),
@@ -348,7 +348,7 @@ def settings_parts(
     environ: Mapping[str, str],
     prefix: str,
     outputs: Sequence[bytes],
-) -> Public:
+) -> PartsAndSecrets:
     """Return the parts for files with settings of `tools`. `prefix` is the interpreter's.
 
     Files in `outputs`, the targets, are made by the set-up, and left out. Never raises.
@@ -357,7 +357,7 @@ def settings_parts(
     secrets: list[str] = []
     for tool, path in _candidates(place, tools, environ, prefix):
         absolute = os.fsencode(os.path.normpath(place.absolute(path)))
-        text = _read(place, path)
+        text = _read_settings(place, path)
         if not text or any(absolute.startswith(output + b"/") for output in outputs):
             continue
         value = None
@@ -369,12 +369,12 @@ def settings_parts(
         else:
             value = _bytes_digest(strip_logins(text).encode("utf-8", "surrogateescape")).value
         if value:
-            name = f"settings {_shown(path, environ)}"
+            name = f"settings {_path_in_home(path, environ)}"
             parts.setdefault(name, Part(name, value))
-    return Public(tuple(sorted(parts.values())), tuple(secrets))
+    return PartsAndSecrets(tuple(sorted(parts.values())), tuple(secrets))
 
 
-def _shown(path: str, environ: Mapping[str, str]) -> str:
+def _path_in_home(path: str, environ: Mapping[str, str]) -> str:
     """Return a path with the user's home as "~", so that it is equal for all users."""
     home = environ.get("HOME", "").rstrip("/")
     return f"~{path[len(home) :]}" if home and path.startswith(f"{home}/") else path
@@ -425,10 +425,10 @@ def _candidates(
             yield "conda", path
 
 
-def _read(place: WorkingDirectory, path: str) -> str:
+def _read_settings(place: WorkingDirectory, path: str) -> str:
     try:
         file = place.host(path)
-        if not file.is_file() or file.stat().st_size > _BYTES_MAX:
+        if not file.is_file() or file.stat().st_size > _SETTINGS_BYTES_MAX:
             return ""
         return file.read_text(encoding="utf-8", errors="surrogateescape")
     except (OSError, InvalidInputError):
@@ -484,7 +484,7 @@ _GLOB_FILES_MAX = 1000
 _PATH_BYTES_MAX = 4096
 # Limit for the words that may name a file.
 _WORDS_MAX = 2000
-_REQUIREMENTS = (".txt", ".in", ".pip")
+_REQUIREMENT_SUFFIXES = (".txt", ".in", ".pip")
 _FILE_URL = re.compile(r"(?:^|[@=+\s])(file:[^#]*)")
 _EXTRAS = re.compile(r"\[[\w.,\s-]*\]$")
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
@@ -555,6 +555,8 @@ def collect_inputs(
 
 
 class _Collector(Struct):
+    """Collector of the inputs of one set-up."""
+
     _place: WorkingDirectory
     _outputs: Sequence[bytes]
     _environ: Mapping[str, str]
@@ -609,7 +611,7 @@ class _Collector(Struct):
         for name in hints.link_dirs:
             for path in self._expanded(_local_path(name)):
                 self._add_links(path)
-        self._follow_all(hints)
+        self._follow_programs(hints)
         # A list that is not there yet is made by the set-up, and may say anything.
         there = {base_name(name) for name in hints.requirement_files if self._is_there(name)}
         lists = [name for name in hints.requirement_files if base_name(name) not in there]
@@ -629,22 +631,22 @@ class _Collector(Struct):
                 (self._open if is_local else self._requirements).append(as_text(word))
         self._look_at_words(hints)
 
-    def _follow_all(self, hints: Hints) -> None:
+    def _follow_programs(self, hints: Hints) -> None:
         """Add scripts and programs, which may lie in any directory that a `cd` names."""
-        odd: dict[str, str] = {}
-        known: set[str] = set()
+        paths: dict[str, str] = {}
+        read_names: set[str] = set()
         for name in hints.scripts:
             for path in self._expanded(name) or [name]:
                 is_read = self._follow_script(path, hints.directories, is_shell=True)
-                known |= {base_name(path)} if is_read else set()
-                odd.setdefault(base_name(path), path)
+                read_names |= {base_name(path)} if is_read else set()
+                paths.setdefault(base_name(path), path)
         for name in hints.programs:
             found = self._expanded(name) if "/" in name else [self._find(name) or name]
             for path in found or [name]:
                 is_read = self._follow_script(path, hints.directories, is_shell=False)
-                known |= {base_name(path)} if is_read else set()
-                odd.setdefault(base_name(path), name)
-        self._opaque += [as_text(odd[name]) for name in odd if name not in known]
+                read_names |= {base_name(path)} if is_read else set()
+                paths.setdefault(base_name(path), name)
+        self._opaque += [as_text(paths[name]) for name in paths if name not in read_names]
 
     def _is_there(self, name: str) -> bool:
         return any(self._exists(path) for path in self._expanded(name))
@@ -661,9 +663,9 @@ class _Collector(Struct):
                 self.add(path, wanted=stat.S_IFREG if is_file else stat.S_IFDIR)
         for name in hints.tested:
             for path in self._expanded(name):
-                self._test(path)
+                self._add_tested(path)
 
-    def _test(self, name: str) -> None:
+    def _add_tested(self, name: str) -> None:
         """Add the existence and the kind of a file."""
         if self._is_output(name) or "\0" in name or not name:
             return
@@ -732,7 +734,10 @@ class _Collector(Struct):
             self._follow_list(name, self._lines[name], is_indexed=is_indexed)
 
     def _is_left_out(self, name: str, mode: int, wanted: int) -> bool:
-        """Tell whether a word that names something of this mode is no input."""
+        """Return whether a word that names something of this mode is no input.
+
+        A word that may be read nevertheless is noted as opaque.
+        """
         if wanted and stat.S_IFMT(mode) != wanted:
             return True
         absolute = os.path.normpath(self._place.absolute(name))
@@ -749,7 +754,7 @@ class _Collector(Struct):
     def _digest(
         self, name: str, path: Path, *, is_list: bool, limit_bytes: int | None
     ) -> _InputDigest:
-        if is_list or name.endswith(_REQUIREMENTS):
+        if is_list or name.endswith(_REQUIREMENT_SUFFIXES):
             text = self._text(name, _REQUIREMENTS_BYTES_MAX)
             if text is not None:
                 # Credentials change without another result of the set-up.
@@ -841,17 +846,18 @@ class _Collector(Struct):
             self._requirements += found.requirements
         directory = name.rpartition("/")[0]
         for included, is_constraint in found.includes:
-            # pip takes these relative to the including file,
+            # pip resolves included files relative to the including file.
             included = _local_path(included)
             path = included if included.startswith("/") else os.path.join(directory, included)
             self._opaque += [included] if "://" in included else []
             self.add(path, is_list=True, is_indexed=is_indexed and not is_constraint)
         for place in found.links:
-            # also these if it is there, else from the working directory,
+            # pip resolves a folder of wheels relative to the file if it exists there, else relative
+            # to the working directory.
             relative = os.path.join(directory, place)
             self._add_links(relative if directory and self._exists(relative) else place)
         for path in found.local:
-            # and local projects relative to the working directory.
+            # pip resolves local projects relative to the working directory.
             self.add(path)
             self._open += [path] if is_indexed else []
 

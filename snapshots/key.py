@@ -24,8 +24,8 @@ from bootseer.linux.root_paths import WorkingDirectory, find_program
 from bootseer.linux.scripts import RunOptions, as_script
 from bootseer.snapshots.command_parts import (
     command_part,
-    decides,
     hidden_words,
+    is_always_in_key,
     secret_part,
     variable_parts,
 )
@@ -42,6 +42,7 @@ from bootseer.snapshots.inputs import (
 from bootseer.snapshots.key_parts import Part, base_part_name, fingerprint
 from bootseer.snapshots.layers import Layers
 from bootseer.snapshots.python import (
+    Interpreter,
     Runner,
     find_python,
     find_uv_environment,
@@ -180,8 +181,8 @@ class Resolved(Struct, frozen=True):
 
     def all_unknown(self, bases: Mapping[bytes, str]) -> tuple[str, ...]:
         """Return the things that are not in the key, with the former contents of each target."""
-        filled = [text_of(target) for target in self.targets if bases[target] != NOTHING]
-        return (*self.unknown, *unknown_before(filled))
+        held = [text_of(target) for target in self.targets if bases[target] != NOTHING]
+        return (*self.unknown, *unknown_before(held))
 
     def key(self, bases: Mapping[bytes, str]) -> str:
         """Return the key."""
@@ -200,10 +201,10 @@ def _words(text: str) -> list[str]:
     return text.replace(",", " ").split()
 
 
-def resolve(request: SetupRequest, report: Report, known: Path | None = None) -> Resolved:
+def resolve(request: SetupRequest, report: Report, answers_dir: Path | None = None) -> Resolved:
     """Return the targets and parts of a set-up, and report findings that were not declared.
 
-    `known`: folder that remembers the answers of this host's interpreters.
+    `answers_dir`: folder that keeps the answers of this host's interpreters.
 
     Raises: InvalidInputError for a declaration that cannot be used; NotFoundError for a declared
     input that is missing; UnsupportedError if no target can be inferred.
@@ -215,22 +216,8 @@ def resolve(request: SetupRequest, report: Report, known: Path | None = None) ->
     environ = os.environ if request.environ is None else request.environ
     directory = working_directory(request)
     place = WorkingDirectory(request.root, directory)
-    hints = _with_values(hints_of(request.command), environ)
-    if hints.uses_uv and not hints.environment_dirs:
-        found_environment = find_uv_environment(place, environ)
-        if found_environment is not None:
-            words = (f"{found_environment}/bin/python", *hints.python_words)
-            hints = replace(hints, environment_dirs=(found_environment,), python_words=words)
-    python = find_python(place, hints.python_words, environ.get("PATH") or _PATH)
-    interpreter = None
-    if python is not None:
-        env = None if request.environ is None else dict(request.environ)
-        cwd = request.directory or None
-        ask = partial(probe, python, request.runner, cwd=cwd, env=env)
-        if known is not None and request.root == Path("/"):
-            interpreter = remembered(known, python, environ, ask)
-        else:
-            interpreter = ask()
+    hints = _with_environment(hints_of(request.command), place, environ)
+    interpreter = _find_interpreter(request, place, hints.python_words, environ, answers_dir)
     if request.targets:
         targets = declared_targets(request.targets, directory)
     else:
@@ -239,29 +226,13 @@ def resolve(request: SetupRequest, report: Report, known: Path | None = None) ->
         except InvalidInputError as error:
             raise UnsupportedError(f"{error}; name the targets with --target DIR") from error
         report(f"targets: {shown_paths(targets.paths)} ({targets.reason})")
-    for name in ("PIP_FIND_LINKS", "UV_FIND_LINKS"):
-        hints = replace(hints, link_dirs=(*hints.link_dirs, *_words(environ.get(name, ""))))
-    for name in FILE_VARIABLES:
-        lists = environ.get(name, "").split()
-        hints = replace(
-            hints,
-            files=(*hints.files, *lists),
-            requirement_files=(*hints.requirement_files, *lists),
-        )
     find = partial(
         find_program,
         request.root,
         search_path=environ.get("PATH") or _PATH,
         directory=directory,
     )
-    inputs = collect_inputs(
-        place,
-        request.inputs,
-        hints,
-        targets.paths,
-        environ,
-        find,
-    )
+    inputs = collect_inputs(place, request.inputs, hints, targets.paths, environ, find)
     if inputs.found:
         found = _some(inputs.found, _FOUND_MAX)
         report(f"inputs named in the command or the environment: {found}")
@@ -294,6 +265,44 @@ def resolve(request: SetupRequest, report: Report, known: Path | None = None) ->
         ),
         is_open(inputs, environ, declared),
     )
+
+
+def _with_environment(hints: Hints, place: WorkingDirectory, environ: Mapping[str, str]) -> Hints:
+    """Return the hints with everything that the variables of the command add to them."""
+    hints = _with_values(hints, environ)
+    if hints.uses_uv and not hints.environment_dirs:
+        found = find_uv_environment(place, environ)
+        if found is not None:
+            words = (f"{found}/bin/python", *hints.python_words)
+            hints = replace(hints, environment_dirs=(found,), python_words=words)
+    for name in ("PIP_FIND_LINKS", "UV_FIND_LINKS"):
+        hints = replace(hints, link_dirs=(*hints.link_dirs, *_words(environ.get(name, ""))))
+    for name in FILE_VARIABLES:
+        lists = environ.get(name, "").split()
+        hints = replace(
+            hints,
+            files=(*hints.files, *lists),
+            requirement_files=(*hints.requirement_files, *lists),
+        )
+    return hints
+
+
+def _find_interpreter(
+    request: SetupRequest,
+    place: WorkingDirectory,
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    answers_dir: Path | None,
+) -> Interpreter | None:
+    """Return the interpreter that a set-up uses; None if there is none, or it does not answer."""
+    python = find_python(place, words, environ.get("PATH") or _PATH)
+    if python is None:
+        return None
+    env = None if request.environ is None else dict(request.environ)
+    ask = partial(probe, python, request.runner, cwd=request.directory or None, env=env)
+    if answers_dir is not None and request.root == Path("/"):
+        return remembered(answers_dir, python, environ, ask)
+    return ask()
 
 
 def _shown_inputs(
@@ -385,7 +394,7 @@ def unknown(inputs: Inputs, environ: Mapping[str, str], declared: Collection[str
     if inputs.rough:
         yield f"all of {_some(inputs.rough)} (names, sizes and ends count)"
     free = set(inputs.free).difference(declared, _USUAL_VARIABLES)
-    if free := {name for name in free if not decides(name)}:
+    if free := {name for name in free if not is_always_in_key(name)}:
         yield f"the values of {_some(sorted(free))} (--input-env makes them count)"
 
 

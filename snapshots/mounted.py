@@ -82,7 +82,7 @@ def recover_mounts_from(settings: Settings, hosts: Iterable[Path], error: Except
     Return False if it does not. A killed server still holds its lock for a moment, so this waits
     until the lock is free. Raises: as `recover_mounts`.
     """
-    from bootseer.fuse.kernel.unmount import is_disconnected  # here: ctypes
+    from bootseer.fuse.kernel.unmount import is_disconnected  # here: it loads ctypes
 
     if not is_disconnected(error):
         return False
@@ -225,7 +225,7 @@ def shared_targets(targets: Iterable[Path]) -> list[Path]:
     return [target for target in targets if target not in own_targets]
 
 
-def noting_shared(note: OnFinished) -> OnFinished:
+def for_shared_targets(note: OnFinished) -> OnFinished:
     """Return `note` without its effect on targets that only this process sees."""
 
     def save(target: Path, fingerprint: str, base: str, tree_fingerprint: str) -> None:

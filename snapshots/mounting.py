@@ -146,7 +146,7 @@ class MountOutcome(Struct, frozen=True):
     """Names for BOOTSEER_READY_SOCKETS."""
 
 
-def name_of(target: bytes) -> str:
+def record_name_of(target: bytes) -> str:
     """Return the name under which a target's tree is recorded, like the reference of an image.
 
     Bundles of environments at the same path may serve each other.
@@ -176,7 +176,7 @@ def mount_snapshot(
         indexes = []
         for item, serving in zip(work.placed, all_serving, strict=True):
             indexes.append(
-                have_index(settings, work.store, item.target, checks_store=work.checks_store)
+                cache_index(settings, work.store, item.target, checks_store=work.checks_store)
             )
             serving.go()
         # Checked here while the servers start, which takes them twice as long.
@@ -198,16 +198,16 @@ def mount_snapshot(
     return MountOutcome(moved, tuple(one.ready_name for one in served))
 
 
-class Index(Struct, frozen=True):
+class CachedIndex(Struct, frozen=True):
     """Encoded tree of a target, verified against its digest."""
 
     data: bytes
     is_fetched: bool
 
 
-def have_index(
+def cache_index(
     settings: Settings, store: Store, target: Target, *, checks_store: bool = True
-) -> Index:
+) -> CachedIndex:
     """Bring the target's index into the node's cache, for its server.
 
     `checks_store`: see `Restoration`. Raises: BootseerError.
@@ -224,7 +224,7 @@ def have_index(
     )
     if not is_fetched:
         decline_index(settings, target)
-    return Index(data, is_fetched)
+    return CachedIndex(data, is_fetched)
 
 
 def _begin_serving(settings: Settings, item: Placed, process: processes.Process | None) -> Serving:
@@ -237,7 +237,7 @@ def _begin_serving(settings: Settings, item: Placed, process: processes.Process 
         raise from_oserror(error, f"prepare the mount of {item.path}") from error
     return begin_serving(
         settings,
-        name_of(item.target.path),
+        record_name_of(item.target.path),
         item.target.index.digest,
         tree,
         ServeOptions(

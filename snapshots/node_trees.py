@@ -30,9 +30,9 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots.scan import scan
 
 logger = logging.getLogger(__name__)
-_GONE = ".gone-"
-DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_KIND = stat.S_IFMT(0o177777)
+_REMOVED_PREFIX = ".gone-"
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_KIND_BITS = stat.S_IFMT(0o177777)
 _FICLONE = 0x40049409  # _IOW(0x94, 9, int), linux/fs.h
 # Steps in which file systems keep times: most; SMB and NTFS; old NFS servers; exFAT; ext4 with
 # inodes of 128 bytes; FAT.
@@ -91,11 +91,11 @@ class NodeTrees:
         self.times = FileTimes(self.directory)
         # Files are shared with their modes, and `admit_tree` may have removed privileges: a node
         # may need a tree of each kind.
-        self._kind = "" if settings.restore_privileges else "-unprivileged"
+        self._name_suffix = "" if settings.restore_privileges else "-unprivileged"
 
     def path(self, index_digest: str) -> Path:
         """Return the path of the tree, which need not exist."""
-        return self.directory / f"{index_digest.partition(':')[2]}{self._kind}"
+        return self.directory / f"{index_digest.partition(':')[2]}{self._name_suffix}"
 
     def has(self, index_digest: str) -> bool:
         """Return whether the tree exists; its contents are checked by `using`."""
@@ -172,7 +172,7 @@ class NodeTrees:
 
     def _remove(self, path: Path) -> None:
         """Rename a tree, then remove it, so that no part of it is visible. Raises: OSError."""
-        gone = self.directory / f"{_GONE}{path.name[:16]}-{os.getpid()}"
+        gone = self.directory / f"{_REMOVED_PREFIX}{path.name[:16]}-{os.getpid()}"
         with contextlib.suppress(FileNotFoundError):
             path.rename(gone)
         with contextlib.suppress(OSError):
@@ -188,7 +188,7 @@ class NodeTrees:
         found = []
         with contextlib.suppress(OSError):
             for path in self.directory.iterdir():
-                if path.name.startswith(_GONE):
+                if path.name.startswith(_REMOVED_PREFIX):
                     with contextlib.suppress(OSError):
                         remove_tree(path)
                 elif path.suffix == ".lock" and path.with_suffix("") != keep:
@@ -229,7 +229,7 @@ def is_whole(path: Path, tree: Tree, times: FileTimes | None = None) -> bool:
     """Return whether a directory has exactly the tree's names, with sizes and times of files."""
     times = times or FileTimes(path.parent)
     try:
-        top = os.open(path, DIRECTORY)
+        top = os.open(path, _DIRECTORY_FLAGS)
     except OSError:
         return False
     try:
@@ -238,9 +238,9 @@ def is_whole(path: Path, tree: Tree, times: FileTimes | None = None) -> bool:
         stack = [(0, b"")]
         while stack:
             directory, prefix = stack.pop()
-            fd = os.open(prefix, DIRECTORY, dir_fd=top) if prefix else top
+            fd = os.open(prefix, _DIRECTORY_FLAGS, dir_fd=top) if prefix else top
             try:
-                below = _is_as_in(fd, directory, tree, device, times)
+                below = _matching_directories(fd, directory, tree, device, times)
             finally:
                 if fd != top:
                     os.close(fd)
@@ -255,7 +255,7 @@ def is_whole(path: Path, tree: Tree, times: FileTimes | None = None) -> bool:
     return True
 
 
-def _is_as_in(
+def _matching_directories(
     fd: int, directory: int, tree: Tree, device: int, times: FileTimes
 ) -> list[tuple[bytes, int]] | None:
     """Return the directories in an open directory, by name and inode number of the tree.
@@ -282,8 +282,8 @@ def _is_as_in(
 def _is_same_file(found: os.stat_result, tree: Tree, inode: int, times: FileTimes) -> bool:
     """Return whether a status matches the tree: the kind, and of a file also size and time."""
     c = tree.columns
-    kind = c.mode[inode] & _KIND
-    if found.st_mode & _KIND != kind:
+    kind = c.mode[inode] & _KIND_BITS
+    if found.st_mode & _KIND_BITS != kind:
         return False
     return kind != stat.S_IFREG or (
         found.st_size == c.size_bytes[inode]
@@ -327,7 +327,7 @@ def can_reflink(directory: Path) -> bool:
 
 _THREADS_MAX = 8
 # Directories in one task of a thread: a task costs as much as linking ten files.
-_AT_ONCE = 32
+_DIRECTORIES_PER_TASK = 32
 
 
 def copy_tree(source: Path, target: Path) -> None:
@@ -342,6 +342,8 @@ def copy_tree(source: Path, target: Path) -> None:
 
 
 class _Copy:
+    """One call of `copy_tree`."""
+
     def __init__(self, source: Path, target: Path) -> None:
         self._source = os.fsencode(source)
         self._target = os.fsencode(target)
@@ -368,7 +370,10 @@ class _Copy:
 
         work = [pair for pair in zip(directories, files, strict=True) if pair[1]]
         with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _THREADS_MAX)) as pool:
-            pieces = (work[i : i + _AT_ONCE] for i in range(0, len(work), _AT_ONCE))
+            pieces = (
+                work[i : i + _DIRECTORIES_PER_TASK]
+                for i in range(0, len(work), _DIRECTORIES_PER_TASK)
+            )
             for done in [pool.submit(self._copy_all, piece) for piece in pieces]:
                 done.result()
         for first, path in self._links:
@@ -394,7 +399,7 @@ class _Copy:
                     return
         kind = stat.S_IFMT(status.st_mode)
         if kind == stat.S_IFREG:
-            self._clone(original, name)
+            self._clone_file(original, name)
         elif kind == stat.S_IFLNK:
             os.symlink(os.readlink(original), name)
         else:
@@ -402,7 +407,7 @@ class _Copy:
         _copy_attributes(original, name, status)
 
     @staticmethod
-    def _clone(original: bytes, name: bytes) -> None:
+    def _clone_file(original: bytes, name: bytes) -> None:
         with contextlib.ExitStack() as stack:
             source = os.open(original, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             stack.callback(os.close, source)

@@ -35,7 +35,7 @@ _OUTPUT_BYTES_MAX = 256 * 1024
 # List of the host's shared libraries, which is rewritten when one is installed.
 _LIBRARIES = "/etc/ld.so.cache"
 _ELF = b"\x7fELF"
-_DECIDING = ("HOME", "LD_LIBRARY_PATH", "__PYVENV_LAUNCHER__")
+_DECIDING_VARIABLES = ("HOME", "LD_LIBRARY_PATH", "__PYVENV_LAUNCHER__")
 # Runs on any Python 3; -I would hide a PYTHONPATH that the command sees, so it is not used.
 _PROBE = """
 import json, platform, site, sys, sysconfig
@@ -191,8 +191,8 @@ def remembered(
     `ask` is called if the program, its environment or the host's libraries have changed. Starting
     an interpreter takes longer than the rest of a start that finds everything in place.
 
-    A launcher in the place of the interpreter (pyenv, asdf, mise) is asked each time: the files and
-    variables by which it chooses an interpreter are its own affair.
+    A launcher in the place of the interpreter (pyenv, asdf, mise) is asked each time, because the
+    files and variables by which it chooses an interpreter are not known.
     """
     if not is_interpreter(os.path.realpath(python)):
         return ask()
@@ -223,9 +223,9 @@ def _known_by(python: str, environ: Mapping[str, str]) -> str:
     program = os.path.realpath(python)
     prefix = os.path.dirname(os.path.dirname(python))
     files = (python, program, os.path.dirname(program), f"{prefix}/pyvenv.cfg", _LIBRARIES)
-    names = [one for one in environ if one.startswith("PYTHON") or one in _DECIDING]
-    told = [program, *(f"{name}={environ[name]}" for name in sorted(names))]
-    return _digest("\0".join([*told, *map(_stamp, files)]))
+    names = [one for one in environ if one.startswith("PYTHON") or one in _DECIDING_VARIABLES]
+    facts = [program, *(f"{name}={environ[name]}" for name in sorted(names))]
+    return _digest("\0".join([*facts, *map(_stamp, files)]))
 
 
 def _digest(text: str) -> str:

@@ -170,16 +170,16 @@ class Placeholder(Struct, frozen=True):
     """Length of the prefix with which the package was built."""
 
 
-class _Written(Struct, frozen=True):
+class _NewContent(Struct, frozen=True):
     """New digest and size of a changed file."""
 
     sha256: bytes
     size_bytes: int
 
 
-def written(content: bytes) -> _Written:
+def new_content_of(content: bytes) -> _NewContent:
     """Return digest and size of the new content of a file."""
-    return _Written(hashlib.sha256(content).digest(), len(content))
+    return _NewContent(hashlib.sha256(content).digest(), len(content))
 
 
 def _is_record(path: bytes) -> bool:
@@ -218,7 +218,7 @@ def _files_of_record(record: bytes, data: bytes) -> set[bytes]:
 
 
 def relocated_record(
-    record: bytes, data: bytes, changed: Mapping[bytes, _Written], removed: Set[bytes]
+    record: bytes, data: bytes, changed: Mapping[bytes, _NewContent], removed: Set[bytes]
 ) -> bytes:
     """Return the RECORD with new hashes of `changed` files, without the `removed` ones."""
     lines = []
@@ -274,7 +274,7 @@ def placeholders_of(data: bytes) -> dict[bytes, Placeholder | None]:
 
 
 def relocated_conda_record(
-    data: bytes, changed: Mapping[bytes, _Written], removed: Set[bytes]
+    data: bytes, changed: Mapping[bytes, _NewContent], removed: Set[bytes]
 ) -> bytes:
     """Return a conda package's record with hashes of `changed` files, without `removed` ones."""
     document = _decoded(data)
@@ -303,7 +303,7 @@ def relocated_conda_record(
 _SCRIPT_DIRECTORIES = (b"bin", b"sbin", b"Scripts", b"condabin")
 # Files that pip, uv, venv, virtualenv, conda and builders of editable installs write; paths
 # relative to the environment, or last names.
-_WRITTEN = re.compile(
+_WRITTEN_BY_INSTALLERS = re.compile(
     rb"(?:^|.*/)(?:pyvenv\.cfg|[^/]*\.pth|[^/]*\.egg-link|__editable__[^/]*\.py"
     rb"|[^/]*\.dist-info/direct_url\.json)|conda-meta/history|etc/conda/.*"
 )
@@ -345,7 +345,7 @@ def relocate_file(path: bytes, data: bytes, prefix: Prefix, brought: Brought) ->
     if b"\0" in data:
         return None
     is_brought = path in brought.by_wheels or path in brought.by_conda
-    if is_brought and not _is_written(path):
+    if is_brought and not _is_written_by_installers(path):
         # Only the first line, of a script that pip installed elsewhere than in "bin".
         line, end, rest = data.partition(b"\n")
         if not line.startswith(b"#!") or not prefix.is_in(line):
@@ -355,10 +355,13 @@ def relocate_file(path: bytes, data: bytes, prefix: Prefix, brought: Brought) ->
     return prefix.script(data)
 
 
-def _is_written(path: bytes) -> bool:
+def _is_written_by_installers(path: bytes) -> bool:
     """Return whether installers write the prefix into this file, though a package may list it."""
     first, slash, _ = path.partition(b"/")
-    return bool(slash and first in _SCRIPT_DIRECTORIES) or _WRITTEN.fullmatch(path) is not None
+    return (
+        bool(slash and first in _SCRIPT_DIRECTORIES)
+        or _WRITTEN_BY_INSTALLERS.fullmatch(path) is not None
+    )
 
 
 def stale_bytecode(sources: Iterable[bytes], paths: Set[bytes]) -> set[bytes]:
@@ -475,7 +478,6 @@ def _relocate(tree: Tree, top: bytes, prefix: Prefix) -> Relocation:
             files.setdefault(number, []).append(path)
         elif stat.S_ISLNK(mode):
             links.append((path, tree.link_target(number)))
-    paths = {path for names in files.values() for path in names}
     sizes = tree.columns.size_bytes
     readable = sorted(
         path
@@ -485,57 +487,29 @@ def _relocate(tree: Tree, top: bytes, prefix: Prefix) -> Relocation:
     )
     records = [path for path in readable if _is_record(path)]
     conda_records = [path for path in readable if _is_conda_record(path)]
-    last = {*records, *conda_records}
-
-    def read(path: bytes) -> bytes:
-        return Path(os.fsdecode(top + b"/" + path)).read_bytes()
-
     brought = Brought(
-        {file for path in records for file in _files_of_record(path, read(path))},
+        {file for path in records for file in _files_of_record(path, _read(top, path))},
         {
             file: placeholder
             for path in conda_records
-            for file, placeholder in placeholders_of(read(path)).items()
+            for file, placeholder in placeholders_of(_read(top, path)).items()
         },
     )
-    changed: dict[bytes, _Written] = {}
-    left: list[bytes] = []
-    needles = list(prefix.forms)
-    for names in files.values():
-        if _is_bytecode(names[0]) or not last.isdisjoint(names):
-            continue
-        size_bytes = _size_with(top + b"/" + names[0], needles)
-        if not size_bytes:
-            continue
-        # A package lists one name of a hard link.
-        known = next((name for name in names if brought.by_conda.get(name)), names[0])
-        limit_bytes = _BINARY_BYTES_MAX if brought.by_conda.get(known) else _TEXT_BYTES_MAX
-        if size_bytes > limit_bytes:
-            left.append(known)
-            continue
-        data = read(known)
-        new = relocate_file(known, data, prefix, brought)
-        if new is None and prefix.is_in(data):
-            left.append(known)
-        elif new is not None and new != data:
-            _rewrite(top + b"/" + known, new)
-            changed.update(dict.fromkeys(names, written(new)))
-    removed = stale_bytecode(changed, paths)
+    all_records = {*records, *conda_records}
+    others = [names for names in files.values() if all_records.isdisjoint(names)]
+    changed, left = _relocate_files(top, others, prefix, brought)
+    removed = stale_bytecode(changed, {path for names in files.values() for path in names})
     # Records of wheels list the files above; records of conda list those of wheels as well.
-    revise: list[tuple[Iterable[bytes], Callable[[bytes, bytes], bytes]]] = [
-        (records, lambda path, data: relocated_record(path, prefix.text(data), changed, removed)),
-        (
-            conda_records,
-            lambda _, data: relocated_conda_record(prefix.text(data), changed, removed),
-        ),
-    ]
-    for group, revised in revise:
-        for path in group:
-            data = read(path)
-            new = revised(path, data)
-            if new != data:
-                _rewrite(top + b"/" + path, new)
-                changed[path] = written(new)
+    for path in (*records, *conda_records):
+        data = _read(top, path)
+        text = prefix.text(data)
+        if _is_record(path):
+            new = relocated_record(path, text, changed, removed)
+        else:
+            new = relocated_conda_record(text, changed, removed)
+        if new != data:
+            _rewrite(top + b"/" + path, new)
+            changed[path] = new_content_of(new)
     with _directory_times(top) as touch:
         for path in removed:
             touch(path)
@@ -550,6 +524,42 @@ def _relocate(tree: Tree, top: bytes, prefix: Prefix) -> Relocation:
     return Relocation(
         tuple(sorted([*changed, *moved])), tuple(sorted(removed)), tuple(sorted(left))
     )
+
+
+def _relocate_files(
+    top: bytes, files: Iterable[list[bytes]], prefix: Prefix, brought: Brought
+) -> tuple[dict[bytes, _NewContent], list[bytes]]:
+    """Change the files that contain the old prefix; return them, and the files left as they are.
+
+    `files`: the names of each file.
+    """
+    changed: dict[bytes, _NewContent] = {}
+    left: list[bytes] = []
+    needles = list(prefix.forms)
+    for names in files:
+        if _is_bytecode(names[0]):
+            continue
+        size_bytes = _size_with(top + b"/" + names[0], needles)
+        if not size_bytes:
+            continue
+        # A package lists one name of a hard link.
+        known = next((name for name in names if brought.by_conda.get(name)), names[0])
+        limit_bytes = _BINARY_BYTES_MAX if brought.by_conda.get(known) else _TEXT_BYTES_MAX
+        if size_bytes > limit_bytes:
+            left.append(known)
+            continue
+        data = _read(top, known)
+        new = relocate_file(known, data, prefix, brought)
+        if new is None and prefix.is_in(data):
+            left.append(known)
+        elif new is not None and new != data:
+            _rewrite(top + b"/" + known, new)
+            changed.update(dict.fromkeys(names, new_content_of(new)))
+    return changed, left
+
+
+def _read(top: bytes, path: bytes) -> bytes:
+    return Path(os.fsdecode(top + b"/" + path)).read_bytes()
 
 
 def _size_with(path: bytes, needles: list[bytes]) -> int:

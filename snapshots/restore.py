@@ -124,7 +124,9 @@ def choose(wanted: str, facts: Facts) -> Choice:
         return _refused(problem, "mounted") if problem else Choice(MOUNT, "it was asked for")
     if wanted == LINK:
         method, problem = _link_method(facts)
-        return _refused(problem, "linked") if problem else Choice(LINK, _SAID[method], method)
+        return (
+            _refused(problem, "linked") if problem else Choice(LINK, _LINK_REASONS[method], method)
+        )
     return _automatic(facts)
 
 
@@ -164,7 +166,7 @@ def _link_method(facts: Facts) -> tuple[str, str]:
     return OVERLAY, ""
 
 
-_SAID = {
+_LINK_REASONS = {
     REFLINK: "files share their blocks with this node's cache",
     OVERLAY: "an overlay over this node's cache",
 }
@@ -181,15 +183,15 @@ def _automatic(facts: Facts) -> Choice:
         # An image's root is removed with the job, so an extraction there would be repeated at
         # every start.
         if method:
-            return Choice(LINK, _SAID[method], method)
+            return Choice(LINK, _LINK_REASONS[method], method)
         return Choice(EXTRACT, problem)
     if facts.has_trees and method == REFLINK:
-        return Choice(LINK, _SAID[method], method)
+        return Choice(LINK, _LINK_REASONS[method], method)
     # Other files that are written to such a directory would vanish with the mount.
     holds_others = not facts.all_whole and not facts.is_throwaway
     problem = _why_not_mounted(facts)
     if problem and facts.has_trees and method and not holds_others:
-        return Choice(LINK, _SAID[method], method)
+        return Choice(LINK, _LINK_REASONS[method], method)
     if problem:
         return Choice(EXTRACT, problem)
     if holds_others:
@@ -242,7 +244,11 @@ class _Extraction:
 
         settings = self._work.settings
         done = fetch_tree(
-            *(self._work.store, target, tree, directory, settings.deadline_s),
+            self._work.store,
+            target,
+            tree,
+            directory,
+            settings.deadline_s,
             recorded=recorded,
             start=settings,
         )

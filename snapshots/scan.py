@@ -295,7 +295,7 @@ class Diff(Struct, frozen=True):
     created: tuple[bytes, ...]
     changed: tuple[bytes, ...]
     """Other content, or another kind of file."""
-    remoded: tuple[bytes, ...]
+    attributes_changed: tuple[bytes, ...]
     """Same content, as far as size, time and inode tell; other mode, owner, times, links or xattrs.
     """
     deleted: tuple[bytes, ...]
@@ -305,7 +305,7 @@ class Diff(Struct, frozen=True):
 
         These are all paths except deletions, with the directories above them.
         """
-        paths = {*self.created, *self.changed, *self.remoded}
+        paths = {*self.created, *self.changed, *self.attributes_changed}
         for path in tuple(paths):
             while path := path.rpartition(b"/")[0]:
                 if path in paths:
@@ -328,7 +328,7 @@ def _is_changed(before: Entry, after: Entry) -> bool:
     )
 
 
-def _is_remoded(before: Entry, after: Entry) -> bool:
+def _have_attributes_changed(before: Entry, after: Entry) -> bool:
     if stat.S_ISDIR(after.mode):
         # A directory's ctime and mtime also change with its entries; its size and link count
         # follow from its entries. Mode, owner, mtime and xattrs are stored; only ctime shows a
@@ -347,10 +347,10 @@ def _is_remoded(before: Entry, after: Entry) -> bool:
 def diff(before: Scan, after: Scan) -> Diff:
     """Return the changes that turned `before` into `after`. Pure.
 
-    A file rewritten in place with its size and mtime restored counts as re-moded: it is stored all
-    the same.
+    A file rewritten in place with its size and mtime restored is in `attributes_changed`, so it is
+    stored as well.
     """
-    created, changed, remoded = [], [], []
+    created, changed, attributes_changed = [], [], []
     for path, now in after.items():
         then = before.get(path)
         if then is None:
@@ -358,12 +358,12 @@ def diff(before: Scan, after: Scan) -> Diff:
         elif then != now:
             if _is_changed(then, now):
                 changed.append(path)
-            elif _is_remoded(then, now):
-                remoded.append(path)
+            elif _have_attributes_changed(then, now):
+                attributes_changed.append(path)
     deleted = [path for path in before if path not in after]
     return Diff(
         tuple(sorted(created)),
         tuple(sorted(changed)),
-        tuple(sorted(remoded)),
+        tuple(sorted(attributes_changed)),
         tuple(sorted(deleted)),
     )

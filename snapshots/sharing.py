@@ -4,7 +4,8 @@ The new snapshot's own tree has every name and attribute. For a file whose conte
 an earlier snapshot of the same directory, the tree refers to that blob. There is no chain: a
 manifest lists every blob that it needs.
 
-`choose_blobs` decides what is shared and is pure; `find_others` reads the store and the files.
+`choose_blobs` decides what is shared and is pure; `find_reusable_files` reads the store and the
+files.
 """
 
 import logging
@@ -125,7 +126,7 @@ def find_base(
     return nearest(parts, (one for one in earlier if _may_share(parts, paths, one)))
 
 
-def find_others(
+def find_reusable_files(
     store: Store, target: Target, host: Path, scanned: Scan, paths: Iterable[bytes], rule: Rule
 ) -> ReusedFiles:
     """Return the files at `paths` below `host` whose content blobs of `target` hold, if that pays.
@@ -144,7 +145,7 @@ def find_others(
         whole_bytes = sum(_content_bytes(host, path, scanned[path]) for path in first.values())
         found = [same[path].places(base) for path in first.values() if path in same]
         chosen = sorted(choose_blobs(base, found, whole_bytes, rule))
-        return _others(base, chosen, same)
+        return _reused_files(base, chosen, same)
     except (BootseerError, OSError) as error:
         logger.info("nothing of the snapshot of %s is used: %s", host, error)
         return ReusedFiles()
@@ -242,7 +243,7 @@ def bytecode_then(base: Tree, path: bytes, content: bytes) -> bytes:
     return content[:8] + time_s.to_bytes(4, "little") + content[12:]
 
 
-def _others(base: Tree, chosen: Sequence[int], same: Mapping[bytes, _Match]) -> ReusedFiles:
+def _reused_files(base: Tree, chosen: Sequence[int], same: Mapping[bytes, _Match]) -> ReusedFiles:
     # Number 0 is the new blob.
     numbers = {blob: 1 + i for i, blob in enumerate(chosen)}
     files = {}

@@ -3,7 +3,8 @@
 `lex` makes tokens by the rules of POSIX (Shell Command Language, 2.3) and bash (`$'...'`, `<(...)`,
 here-strings). `parse` makes commands of them. Nothing is expanded: a word holds a mark for each
 variable, and for each expansion that only a shell can compute; scripts inside words, as in
-`$(...)`, are returned as text. Grammar that set-ups do not use is named in `Script.odd`. Pure.
+`$(...)`, are returned as text. Grammar that set-ups do not use is named in `Script.not_understood`.
+Pure.
 """
 
 import re
@@ -82,8 +83,8 @@ def lex(text: str) -> tuple[list[Token], str]:
     try:
         lexer.run()
     except (ValueError, RecursionError):
-        lexer.odd = lexer.odd or "a shell script with an unfinished quote"
-    return lexer.tokens, lexer.odd
+        lexer.not_understood = lexer.not_understood or "a shell script with an unfinished quote"
+    return lexer.tokens, lexer.not_understood
 
 
 class _Lexer:
@@ -91,11 +92,11 @@ class _Lexer:
         self.text = text
         self.at = 0
         self.tokens: list[Token] = []
-        self.odd = ""
+        self.not_understood = ""
         self.word = Token("")
         self._heres: list[tuple[str, bool, bool]] = []
         if any(mark in text for mark in (_BEGIN, _END, _DEFAULT)):
-            self.odd = "a shell script with control characters"
+            self.not_understood = "a shell script with control characters"
             self.text = ""
 
     def run(self) -> None:
@@ -104,7 +105,7 @@ class _Lexer:
         awaits_delimiter = ""
         while self.at < len(text):
             if len(self.tokens) > _TOKENS_MAX:
-                self.odd = "a very long shell script"
+                self.not_understood = "a very long shell script"
                 return
             char = text[self.at]
             if char in " \t\r" or text.startswith("\\\n", self.at):
@@ -159,7 +160,7 @@ class _Lexer:
         inner._read_quoted("")
         into.scripts += inner.word.scripts
         into.variables += inner.word.variables
-        self.odd = self.odd or inner.odd
+        self.not_understood = self.not_understood or inner.not_understood
 
     def _read_word(self) -> None:
         text, word = self.text, self.word
@@ -281,11 +282,11 @@ class _Lexer:
             word.text += COMPUTED
             self._absorb(inner[match.end() :] if match else inner, word)
             if inner.startswith("!"):
-                self.odd = self.odd or "a variable that another one names"
+                self.not_understood = self.not_understood or "a variable that another one names"
 
 
 def _closing(text: str, at: int, opening: str, closing: str) -> int:
-    """Return the position behind the bracket that was opened before `at`. Raises: ValueError."""
+    """Return the position of the bracket that closes the one before `at`. Raises: ValueError."""
     depth = 1
     while at < len(text):
         char = text[at]
@@ -367,7 +368,7 @@ class Script(Struct, frozen=True):
     """Parsed shell script."""
 
     events: tuple[Simple | Block, ...]
-    odd: str
+    not_understood: str
     """Description of the first syntax that was not understood, or ""."""
 
 
@@ -411,19 +412,21 @@ def read_shell(words: Sequence[str]) -> Shell:
 
 def parse(text: str) -> Script:
     """Return the commands of a script."""
-    tokens, odd = lex(text)
+    tokens, not_understood = lex(text)
     parser = _Parser()
     at = 0
     while at < len(tokens):
         at = parser.take(tokens, at)
-    parser.end_list()
-    return Script(tuple(parser.events), odd or parser.odd or parser.unfinished())
+    parser.end_command()
+    return Script(
+        tuple(parser.events), not_understood or parser.not_understood or parser.unfinished()
+    )
 
 
 class _Parser:
     def __init__(self) -> None:
         self.events: list[Simple | Block] = []
-        self.odd = ""
+        self.not_understood = ""
         self._current = Simple()
         self._blocks: list[str] = []
         """Words or brackets that close the open blocks."""
@@ -473,24 +476,24 @@ class _Parser:
                 return at + 2
             if not words:
                 if following is not None and following.text == "(" and following.is_glued:
-                    self.odd = self.odd or "an arithmetic command"
+                    self.not_understood = self.not_understood or "an arithmetic command"
                 self._begin(")")
             else:
-                self.odd = self.odd or "a pattern with brackets"
+                self.not_understood = self.not_understood or "a pattern with brackets"
         elif operator == ")":
-            self.end_list()
+            self.end_command()
             self._end_block(")")
         elif operator in _SEPARATORS:
             if token.scripts or token.variables:  # of a here-document
                 self._current.appends.append(token)
             if operator in ("|", "|&"):
-                self._end_simple(is_output_used=True)
+                self.end_command(is_output_used=True)
                 self._piped = True
             elif operator in ("&&", "||"):
-                self._end_simple()
+                self.end_command()
                 self._joined = "&&" if operator == "&&" else "||"
             elif operator != "\n" or self._current != Simple() or not (self._piped or self._joined):
-                self.end_list()  # else the list goes on after an empty line
+                self.end_command()  # else the list goes on after an empty line
             if operator in _CASE_ENDS:
                 self.events.append(Block("branch"))
                 self._in_pattern = True
@@ -515,7 +518,7 @@ class _Parser:
     def _take_array(self, tokens: Sequence[Token], at: int) -> int:
         """Take `NAME=(WORDS)`: the words are noted; the value of the variable is unknown."""
         name, at = tokens[at], at + 2
-        self._current.assignments.append(Token(name.text + "\x01\x02"))
+        self._current.assignments.append(Token(name.text + COMPUTED))
         while at < len(tokens) and tokens[at].text != ")":
             self._current.reads += [] if tokens[at].is_operator else [tokens[at]]
             at += 1
@@ -553,7 +556,7 @@ class _Parser:
         self._begin("done")
         at += 1
         if at >= len(tokens) or tokens[at].is_operator:
-            self.odd = self.odd or "a loop that counts"
+            self.not_understood = self.not_understood or "a loop that counts"
             return at
         name, at = tokens[at].text, at + 1
         while at < len(tokens) and tokens[at].text == "\n":
@@ -575,7 +578,7 @@ class _Parser:
         while at < len(tokens) and (tokens[at].text != "in" or tokens[at].is_quoted):
             self._current.others += [] if tokens[at].is_operator else [tokens[at]]
             at += 1
-        self._end_simple()
+        self.end_command()
         self._in_pattern = True
         return at + 1
 
@@ -597,25 +600,28 @@ class _Parser:
             at += 1
             if tokens[at - 1].text == "]]":
                 return at
-        self.odd = self.odd or "a condition that does not end"
+        self.not_understood = self.not_understood or "a condition that does not end"
         return at
 
     def _begin(self, end: str) -> None:
         is_certain = end in (")", "}") and not self._joined and not self._piped
-        self._end_simple()
+        self.end_command()
         self.events.append(Block("list" if is_certain else "begin", end))
         self._blocks.append(end)
 
     def _end_block(self, end: str) -> None:
-        self._end_simple()
+        self.end_command()
         if not self._blocks or self._blocks.pop() != end:
-            self.odd = self.odd or f"a shell script with {end!r} in an odd place"
+            self.not_understood = (
+                self.not_understood or f"a shell script with {end!r} in an odd place"
+            )
             return
         self.events.append(Block("end"))
         # Redirections of the block follow.
         self._current = Simple()
 
-    def _end_simple(self, *, is_output_used: bool = False) -> None:
+    def end_command(self, *, is_output_used: bool = False) -> None:
+        """End the simple command, with its redirections."""
         current, self._current = self._current, Simple()
         self._redirection = ""
         if any(True for _ in current.tokens()):
@@ -625,10 +631,6 @@ class _Parser:
             self.events.append(current)
         self._piped = False
         self._joined = ""
-
-    def end_list(self) -> None:
-        """End the command and its list of `&&` and `||`."""
-        self._end_simple()
 
 
 def _is_descriptor(token: Token) -> bool:

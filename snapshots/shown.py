@@ -766,7 +766,8 @@ class _Reader:
         is_versioned = match is not None and bool(
             re.search(r"(?:git|hg|svn|bzr)\+", match["before"])
         )
-        # "@" behind a path is a version there only: else the path may be a user with a "/" in it.
+        # Only in a URL of a version control system does "@" behind a path begin a version. In other
+        # URLs the text before the "@" may be a login that contains a "/".
         if (
             match is None
             or (match["ref"] and not is_versioned)

@@ -72,14 +72,14 @@ def is_entered(path: Path) -> bool:
         return False  # it is gone, or cannot be named
 
 
-_SYSTEM = (
+_SYSTEM_FOLDERS = (
     *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/run"),
     *("/sbin", "/sys", "/usr", "/var"),
 )
-_FREE = ("/dev/shm", "/var/tmp")
-"""Folders inside `_SYSTEM` that do not belong to the system."""
+_FREE_FOLDERS = ("/dev/shm", "/var/tmp")
+"""Folders inside `_SYSTEM_FOLDERS` that do not belong to the system."""
 
-_FREE_OF_HOME = (".cache", ".conda", ".venv", ".virtualenvs")
+_FREE_HOME_NAMES = (".cache", ".conda", ".venv", ".virtualenvs")
 """Names in a home that begin with a dot and hold no settings."""
 
 
@@ -88,9 +88,9 @@ def why_guarded(path: Path, home: Path) -> str:
 
     `path` is absolute; `home` is this user's home.
     """
-    if any(_is_in(path, free) for free in _FREE):
+    if any(_is_in(path, free) for free in _FREE_FOLDERS):
         return ""
-    for system in map(Path, _SYSTEM):
+    for system in map(Path, _SYSTEM_FOLDERS):
         if path.is_relative_to(system) or system.is_relative_to(path):
             return "belongs to the system"
     homes = [home, Path("/root"), *_homes_of(path.parts)]
@@ -99,7 +99,7 @@ def why_guarded(path: Path, home: Path) -> str:
             return "is, or holds, a home directory"
         if path.is_relative_to(one):
             name = path.relative_to(one).parts[0]
-            if name.startswith(".") and name not in _FREE_OF_HOME:
+            if name.startswith(".") and name not in _FREE_HOME_NAMES:
                 return "holds a user's settings"
     return ""
 
@@ -136,7 +136,7 @@ _PLAN: DocumentFormat[_Plan] = DocumentFormat(
     type=_Plan, version=1, size_max=1 << 30, value_count_max=1 << 30
 )
 # Member of a plan of any release: a committed plan must be recognized.
-_POINTER: DocumentFormat[_Committed] = DocumentFormat(
+_COMMIT_POINTER: DocumentFormat[_Committed] = DocumentFormat(
     type=_Committed, size_max=1 << 30, value_count_max=1 << 30
 )
 _COMMIT: DocumentFormat[list[Path]] = DocumentFormat(type=list[Path], size_max=1 << 24)
@@ -158,17 +158,17 @@ class _Staging(Struct, frozen=True):
         return self.directory.parent == self.target
 
 
-def _name(target: Path) -> str:
+def _staging_name(target: Path) -> str:
     return STAGING_PREFIX.decode() + short_digest(os.fsencode(target.name))[:16]
 
 
-def _places(target: Path) -> tuple[Path, Path]:
-    return target.parent / _name(target), target / _name(target)
+def _staging_paths(target: Path) -> tuple[Path, Path]:
+    return target.parent / _staging_name(target), target / _staging_name(target)
 
 
 def _make_staging(target: Path) -> _Staging:
     """Make an empty working directory on the target's file system. Raises: BootseerError."""
-    beside, inside = _places(target)
+    beside, inside = _staging_paths(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = _Staging(target, inside if _is_mount_point(target) else beside)
@@ -217,7 +217,7 @@ def _are_committed(stagings: Sequence[_Staging]) -> bool:
 def abandon_targets(targets: Sequence[Path]) -> None:
     """Remove the working directories that a restore left at `targets`, committed or not."""
     for target in targets:
-        for directory in _places(target):
+        for directory in _staging_paths(target):
             with contextlib.suppress(OSError):
                 if os.lstat(directory).st_uid == os.geteuid():
                     _remove_stagings([_Staging(target, directory)])
@@ -308,10 +308,10 @@ def _remove_stagings(stagings: Sequence[_Staging]) -> None:
         for name in ("commit", "plan"):
             (staging.directory / name).unlink(missing_ok=True)
     for staging in stagings:
-        _throw_away(staging)
+        _remove_staging(staging)
 
 
-def _throw_away(staging: _Staging) -> None:
+def _remove_staging(staging: _Staging) -> None:
     """Remove a working directory; a target that contains it keeps its times."""
     with contextlib.suppress(OSError):
         kept = os.stat(staging.directory.parent)
@@ -329,7 +329,7 @@ def recover_targets(targets: Sequence[Path], on_finished: OnFinished) -> None:
     """
     committed: list[_Staging] = []
     for target in targets:
-        for directory in _places(target):
+        for directory in _staging_paths(target):
             try:
                 status = os.lstat(directory)
             except OSError:
@@ -341,7 +341,7 @@ def recover_targets(targets: Sequence[Path], on_finished: OnFinished) -> None:
             staging = _Staging(target, directory)
             if _is_committed(staging):
                 committed.append(staging)
-            elif not _others(staging):
+            elif not _is_needed_by_others(staging):
                 logger.info("removing %s, left by an interrupted restore", directory)
                 with contextlib.suppress(OSError):
                     remove_tree(directory)
@@ -350,11 +350,11 @@ def recover_targets(targets: Sequence[Path], on_finished: OnFinished) -> None:
         _finish(staging, "", on_finished)
         (staging.directory / "plan").unlink()
     for staging in committed:
-        if not _others(staging):
-            _throw_away(staging)
+        if not _is_needed_by_others(staging):
+            _remove_staging(staging)
 
 
-def _others(staging: _Staging) -> bool:
+def _is_needed_by_others(staging: _Staging) -> bool:
     """Return whether other targets, which may not be locked, still need this directory's commit."""
     try:
         data = (staging.directory / "commit").read_bytes()
@@ -365,7 +365,7 @@ def _others(staging: _Staging) -> bool:
 
 
 def _is_committed(staging: _Staging) -> bool:
-    plan = read_private_file(staging.directory / "plan", _POINTER)
+    plan = read_private_file(staging.directory / "plan", _COMMIT_POINTER)
     return plan is not None and plan.commit.is_file()
 
 

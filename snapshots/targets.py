@@ -88,7 +88,7 @@ def locked(
             except OSError as error:
                 raise from_oserror(error, f"open the lock {path}") from error
             stack.callback(os.close, fd)
-            _take(fd, path, target, end, report, is_shared=is_shared)
+            _take_lock(fd, path, target, end, report, is_shared=is_shared)
             # flock(2): this unlocks all copies of the descriptor, in all processes.
             stack.callback(unlock, fd)
             fds.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FD_MIN))
@@ -96,7 +96,7 @@ def locked(
         yield tuple(fds)
 
 
-def _take(
+def _take_lock(
     fd: int,
     path: Path,
     target: Path,
@@ -111,7 +111,7 @@ def _take(
     while not try_lock(fd, is_shared=is_shared):
         if time.monotonic() >= end:
             raise BusyError(
-                f"{_name(_holders(path))} on this node is still setting up {what}; "
+                f"{_holders_text(_holders(path))} on this node is still setting up {what}; "
                 "wait for it, or end it"
             )
         if time.monotonic() >= tell_at:
@@ -119,7 +119,7 @@ def _take(
             holders = _holders(path)
             if own_ancestry().intersection(holders):
                 raise BusyError(f"this set-up runs within the set-up of {what}")
-            report(f"{_name(holders)} on this node is setting up {what}; waiting")
+            report(f"{_holders_text(holders)} on this node is setting up {what}; waiting")
         time.sleep(pause)
         pause = min(2 * pause, _POLL_MAX_S)
 
@@ -136,7 +136,7 @@ def _holders(path: Path) -> list[int]:
     return sorted(found)
 
 
-def _name(holders: Sequence[int]) -> str:
+def _holders_text(holders: Sequence[int]) -> str:
     if not holders:
         return "another process"
     return f"process{'es' if holders[1:] else ''} {', '.join(map(str, holders[:5]))}"
@@ -159,14 +159,14 @@ class State(Struct, frozen=True):
 _FORM: DocumentFormat[State] = DocumentFormat(type=State, version=1, size_max=64 * 1024)
 
 
-def _file(cache_dir: Path, target: Path) -> Path:
+def _state_file(cache_dir: Path, target: Path) -> Path:
     name = short_digest(os.fsencode(target))[:32]
     return cache_dir / "snapshots" / "state" / f"{name}.json"
 
 
 def load_state(cache_dir: Path, target: Path, scanned: Scan) -> State | None:
     """Return the state of `target` (a host path), or None if it is unknown or was touched."""
-    state = read_private_file(_file(cache_dir, target), _FORM)
+    state = read_private_file(_state_file(cache_dir, target), _FORM)
     if state is None or state.boot_id != boot_id() or state.exact != fingerprint_of_scan(scanned):
         return None
     return state
@@ -174,7 +174,7 @@ def load_state(cache_dir: Path, target: Path, scanned: Scan) -> State | None:
 
 def was_empty(cache_dir: Path, target: Path) -> bool:
     """Return whether `target` (a host path) is recorded as empty before its set-up."""
-    state = read_private_file(_file(cache_dir, target), _FORM)
+    state = read_private_file(_state_file(cache_dir, target), _FORM)
     return state is not None and state.base == NOTHING
 
 
@@ -197,23 +197,23 @@ def remember(settings: Settings, root: Path) -> Callable[[Path, str, str, str], 
 
 def _save_state(cache_dir: Path, target: Path, state: State) -> None:
     """Write the record of a target's contents. Never raises: without a record, a scan decides."""
-    path = _file(cache_dir, target)
+    path = _state_file(cache_dir, target)
     with contextlib.suppress(OSError, BootseerError):
         write_private_file(path, _FORM.encode(state))
 
 
-_SUFFIX = ".users"
+_USERS_SUFFIX = ".users"
 # Name of a link in the folder of a target's users; it leads to the target.
-_TARGET = "target"
+_TARGET_LINK = "target"
 
 
 def note_user(run_dir: Path, targets: Iterable[Path]) -> None:
     """Record this process as a user of the targets (host paths). Never raises."""
     for target in targets:
-        folder = _folder(run_dir, target)
+        folder = _users_folder(run_dir, target)
         try:
             with contextlib.suppress(FileExistsError):
-                os.symlink(target, private_directory(folder) / _TARGET)
+                os.symlink(target, private_directory(folder) / _TARGET_LINK)
             note_process(folder, os.getpid())
         except (BootseerError, OSError) as error:
             logger.warning("cannot note that this job uses %s: %s", target, error)
@@ -229,11 +229,11 @@ def other_users(run_dir: Path, targets: Iterable[Path]) -> dict[Path, int]:
     users = {}
     ours = own_ancestry()
     used = {}
-    for name in note_names(_record_path(run_dir, Path()).parent):
-        folder = _record_path(run_dir, Path()).with_name(name)
-        if folder.suffix == _SUFFIX:
+    for name in note_names(run_dir / _FOLDER):
+        folder = run_dir / _FOLDER / name
+        if folder.suffix == _USERS_SUFFIX:
             with contextlib.suppress(OSError):
-                used[Path(os.readlink(folder / _TARGET))] = folder
+                used[Path(os.readlink(folder / _TARGET_LINK))] = folder
     for target in targets:
         for path, folder in used.items():
             if path.is_relative_to(target) or target.is_relative_to(path):
@@ -252,13 +252,13 @@ def check_unused(run_dir: Path, targets: Iterable[Path]) -> None:
         )
 
 
-def _folder(run_dir: Path, target: Path) -> Path:
-    return _record_path(run_dir, target).with_suffix(_SUFFIX)
+def _users_folder(run_dir: Path, target: Path) -> Path:
+    return _record_path(run_dir, target).with_suffix(_USERS_SUFFIX)
 
 
 def _forget_ended(folder: Path) -> None:
     living = set(map(str, living_pids(folder)))
     for name in note_names(folder):
-        if name != _TARGET and name.partition("-")[0] not in living:
+        if name != _TARGET_LINK and name.partition("-")[0] not in living:
             with contextlib.suppress(OSError):
                 (folder / name).unlink()

@@ -479,7 +479,7 @@ def snapshot_export(key: str, file: Path) -> ExportedSnapshot:
     """
     from bootseer.base.progress import ProgressBar
     from bootseer.snapshots import catalogue
-    from bootseer.snapshots.archive import export_snapshot, is_plain
+    from bootseer.snapshots.archive import export_snapshot, is_one_directory
 
     if str(file) == "-":
         raise click.UsageError("FILE is the name of a file; nothing is exported to stdout.")
@@ -492,7 +492,7 @@ def snapshot_export(key: str, file: Path) -> ExportedSnapshot:
     if deleted:
         say(f"warning: {deleted} names that the set-up removed are not in the archive")
     say(f"wrote {manifest.file_count} files, {human_bytes(size_bytes)}, to {file}")
-    root = display_path(manifest.targets[0].path) if is_plain(manifest) else "/"
+    root = display_path(manifest.targets[0].path) if is_one_directory(manifest) else "/"
     return ExportedSnapshot(manifest.fingerprint, str(file), size_bytes, root, deleted)
 
 
@@ -532,14 +532,14 @@ def snapshot_fetch(key: str) -> ShownSnapshot:
     """
     from bootseer.prefetch.reading.fill import fetch_tree
     from bootseer.snapshots import catalogue
-    from bootseer.snapshots.mounting import have_index, name_of
+    from bootseer.snapshots.mounting import cache_index, record_name_of
 
     settings = settings_without_fanout()
     with open_current_store() as store:
         manifest = catalogue.find(store, key)
         for target in manifest.targets:
-            have_index(settings, store, target)
-            fetch_tree(settings, store, target.index.digest, name_of(target.path))
+            cache_index(settings, store, target)
+            fetch_tree(settings, store, target.index.digest, record_name_of(target.path))
     return snapshot_of(manifest)
 
 

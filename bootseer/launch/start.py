@@ -103,8 +103,8 @@ def _start(settings: Settings, job: Job, setups: list[list[str]], say: Say) -> N
                 with stages.span(name) as span:
                     # Once the set-up enters a mount namespace of its own, mounts made outside it
                     # do not reach the job.
-                    host = _SetupHost(stages.below(span), checkpoints.finish)
-                    _set_up(settings, job, line, place, span, say, host)
+                    job_start = _SetupStart(stages.below(span), checkpoints.finish)
+                    _set_up(settings, job, line, place, span, say, job_start)
             place.enter()
             # After the environments: installed versions are part of a cache's key.
             caches, begun_ns = _restore_caches(settings, job, place, stages, say)
@@ -136,7 +136,7 @@ def _set_up(
     place: Place,
     span: Span,
     say: Say,
-    host: "_SetupHost",
+    job_start: "_SetupStart",
 ) -> None:
     """Restore the snapshot of one set-up, or run it. Raises: as `environment.run_setup`."""
     from bootseer.snapshots.environment import run_setup
@@ -152,7 +152,7 @@ def _set_up(
         )
     )
     request = replace(request, runner=_without_stdin(request.runner))
-    result = run_setup(settings, request, report=say, forks=True, host=host)
+    result = run_setup(settings, request, report=say, forks=True, job_start=job_start)
     add_ready_names(os.environ, *result.ready_names)
     if result.mode:
         span.set("bootseer.mode", result.mode)
@@ -164,8 +164,8 @@ def _set_up(
     span.set("bootseer.how", LIVE if is_live else changed + result.how)
 
 
-class _SetupHost:
-    """Callbacks of a set-up into the start; see `snapshots.environment.Host`."""
+class _SetupStart:
+    """Callbacks of a set-up into the start; see `snapshots.environment.JobStart`."""
 
     def __init__(self, timeline: Timeline, before_own_view: Callable[[], object]) -> None:
         self._timeline = timeline

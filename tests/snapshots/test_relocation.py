@@ -15,13 +15,13 @@ from bootseer.snapshots.relocation import (
     Brought,
     Placeholder,
     Prefix,
+    new_content_of,
     placeholders_of,
     prefix_of,
     relocate_file,
     relocated_conda_record,
     relocated_record,
     stale_bytecode,
-    written,
 )
 from testbed.paths import REPOSITORY
 
@@ -170,7 +170,7 @@ def test_records_follow_what_has_changed() -> None:
         b"x-1.dist-info/RECORD,,\r\n"
         b"malformed\r\n"
     )
-    new = written(b"new")
+    new = new_content_of(b"new")
     folder = b"lib/python3/site-packages/"
     changed = {b"bin/x": new, folder + b"x/with,comma.py": new}
     removed = {folder + b"x/__pycache__/y.cpython-311.pyc"}
@@ -196,7 +196,9 @@ def test_conda_records_follow_and_malformed_ones_say_nothing() -> None:
         b"lib/y": None,
         b"lib/z.pyc": None,
     }
-    moved = json.loads(relocated_conda_record(data, {b"lib/y": written(b"new")}, {b"lib/z.pyc"}))
+    moved = json.loads(
+        relocated_conda_record(data, {b"lib/y": new_content_of(b"new")}, {b"lib/z.pyc"})
+    )
     assert moved["paths_data"]["paths"] == [
         entries[0],
         {"_path": "lib/y", "sha256_in_prefix": hashlib.sha256(b"new").hexdigest()},
@@ -213,7 +215,7 @@ def test_conda_records_follow_and_malformed_ones_say_nothing() -> None:
 
 
 def test_odd_records_stop_nothing() -> None:
-    new = written(b"new")
+    new = new_content_of(b"new")
     odd = b'x,"a""b=c",1\nx,,\nx,sha256=abc,1'
     moved = relocated_record(b"p/x-1.dist-info/RECORD", odd, {b"p/x": new}, frozenset())
     assert moved.startswith(b'x,"a""b=c",1\nx,,\nx,sha256=')

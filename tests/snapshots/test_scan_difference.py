@@ -42,7 +42,7 @@ def test_the_difference_leads_from_one_to_the_other(before: Scan, after: Scan) -
     result = dict(before)
     for path in difference.deleted:
         del result[path]
-    for path in (*difference.created, *difference.changed, *difference.remoded):
+    for path in (*difference.created, *difference.changed, *difference.attributes_changed):
         result[path] = after[path]
     assert result.keys() == after.keys()
     for path, entry in result.items():
@@ -58,7 +58,12 @@ def test_the_difference_leads_from_one_to_the_other(before: Scan, after: Scan) -
 @given(_scans(), _scans())
 def test_each_path_is_in_one_list_and_its_parents_are_packed(before: Scan, after: Scan) -> None:
     difference = diff(before, after)
-    lists = [difference.created, difference.changed, difference.remoded, difference.deleted]
+    lists = [
+        difference.created,
+        difference.changed,
+        difference.attributes_changed,
+        difference.deleted,
+    ]
     paths = [path for one in lists for path in one]
     assert len(paths) == len(set(paths))
     packed = set(difference.packed_paths())
@@ -76,7 +81,7 @@ def test_nothing_happened(scanned: Scan) -> None:
 def test_a_rewrite_that_restores_size_and_times_is_seen() -> None:
     """Only ctime shows it: reproducible builds set the times of all files they write."""
     then = Entry(stat.S_IFREG | 0o644, 0, 0, 5, 100, 100, 1, 1, 1)
-    assert diff({b"x": then}, {b"x": then._replace(ctime_ns=200)}).remoded == (b"x",)
+    assert diff({b"x": then}, {b"x": then._replace(ctime_ns=200)}).attributes_changed == (b"x",)
 
 
 def test_a_file_of_another_device_is_another_file() -> None:

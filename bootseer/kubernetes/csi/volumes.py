@@ -73,7 +73,7 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.catalogue import admit_tree
 from bootseer.snapshots.manifest import Manifest, Target
-from bootseer.snapshots.mounting import have_index, name_of
+from bootseer.snapshots.mounting import cache_index, record_name_of
 from bootseer.snapshots.scan import text_of
 from bootseer.store import open_own_store
 
@@ -371,11 +371,11 @@ def _find_environment(settings: Settings, volume: EnvironmentVolume) -> VolumeTr
         documents = StartDocuments(settings, store)
         manifest = catalogue.find(store, volume.environment, documents)
         target = _target_of(manifest, volume)
-        index = have_index(settings, store, target, checks_store=documents.reads_store)
+        index = cache_index(settings, store, target, checks_store=documents.reads_store)
         admit_tree(target, index.data, privileges=settings.restore_privileges)
         if documents.reads_store:
             catalogue.note_used(store, manifest)
-    return VolumeTree(target.index.digest, name_of(target.path))
+    return VolumeTree(target.index.digest, record_name_of(target.path))
 
 
 def tree_key(volume: Volume, digest: str, workload: str) -> TreeKey:

@@ -24,7 +24,7 @@ from bootseer.snapshots.key import SetupRequest
 from bootseer.snapshots.environment import run_setup
 settings, command, targets = json.loads(sys.argv[1])
 request = SetupRequest(command=command, targets=targets)
-class Host:
+class JobStart:
     def before_own_view(self):
         pass
 
@@ -32,7 +32,7 @@ class Host:
         return lambda: None
 
 
-result = run_setup(from_builtins(settings, Settings), request, host=Host())
+result = run_setup(from_builtins(settings, Settings), request, job_start=JobStart())
 print(json.dumps([result.how, len(result.ready_names)]), flush=True)
 sys.stdin.read()
 """
