@@ -120,9 +120,9 @@ class RangeResponse(Closing):
         self.came_bytes = 0
         self.waited_s = 0.0
         """Time spent waiting for bytes, without the time that the reader takes between reads."""
-        self._progress = ByteProgress(0.0, self.floor_bytes_per_s)
         self.silent_s = 0.0
-        """The last part of that time, in which almost nothing has come."""
+        """Last part of `waited_s`, in which almost nothing has come."""
+        self._progress = ByteProgress(0.0, self.floor_bytes_per_s)
 
     def read(self, size: int, silence_s: float = inf) -> bytes:
         """Return the next bytes, at most `size`; b"" at the end.
@@ -339,8 +339,9 @@ class RangedStream(io.RawIOBase):
         data = part.read(size, pace.silent_limit_s(length) if pace.has_credit else inf)
         if not data:
             raise UnavailableError(f"{self._file.name} ended early")
-        late = pace.is_late_alike(
-            length + part.came_bytes, part.came_bytes, part.waited_s, part.silent_s
+        came_bytes = part.came_bytes
+        late = pace.is_late(
+            length + came_bytes, came_bytes, part.waited_s, part.silent_s, has_replicas=False
         )
         if late and pace.has_credit:
             raise DeadlineError(f"{self._file.name} comes too slowly")

@@ -70,9 +70,11 @@ class FetchStatistics(Struct, frozen=True):
     joined_count: int
     """Demanded chunks that were on their way already."""
     demand_wait_p50_ns: int
-    """Median wait of the latest 8192 demands; 0 before the first. The next two: likewise."""
+    """Median wait of the latest 8192 demands; 0 before the first."""
     demand_wait_p99_ns: int
+    """99th percentile of the same waits."""
     demand_wait_max_ns: int
+    """Longest of the same waits."""
 
 
 def percentile(ordered: Sequence[int], fraction: float) -> int:
@@ -82,7 +84,7 @@ def percentile(ordered: Sequence[int], fraction: float) -> int:
     return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
 
 
-class Recorder(EngineFigures):
+class FetchCounters(EngineFigures):
     """Counters of one fetcher. Not thread-safe: its engine's lock guards it."""
 
     def __init__(self) -> None:
@@ -401,7 +403,7 @@ class ChunkFetcher(Closing):
         self._deadline_s = deadline_s
         self._is_cached = is_cached
         self._on_progress = on_progress
-        self._recorder = Recorder()
+        self._counters = FetchCounters()
         self._wanted: dict[Chunk, _Wanted] = {}
         policies = dict.fromkeys(Priority, policy)
         policies[Priority.DEMAND] = demand_policy or policy
@@ -412,7 +414,7 @@ class ChunkFetcher(Closing):
             deadline_s=deadline_s,
             stall_s=deadline_s / 3 if stall_s is None else stall_s,
             fill_bytes_per_s=fill_bytes_per_s,
-            figures=self._recorder,
+            figures=self._counters,
         )
 
     # ---- for callers --------------------------------------------------------------------------
@@ -458,11 +460,11 @@ class ChunkFetcher(Closing):
         ticket = _Ticket(sum(len(set(fetch.chunks)) for fetch in fetches), is_urgent=True)
         with self.engine.lock:
             self.engine.check_open()
-            self._recorder.demand_count += 1
+            self._counters.demand_count += 1
             for fetch in fetches:
                 self._request(fetch, Priority.DEMAND, ticket, deliver)
         has_come = self._wait(ticket, started_s, deadline_s)
-        self._recorder.demand_done(int((time.monotonic() - started_s) * 1e9))
+        self._counters.demand_done(int((time.monotonic() - started_s) * 1e9))
         if not has_come or ticket.error is not None:
             with self.engine.lock:
                 self.leave(ticket)
@@ -478,7 +480,7 @@ class ChunkFetcher(Closing):
     def statistics(self) -> FetchStatistics:
         """Return the counts so far."""
         with self.engine.lock:
-            return self._recorder.snapshot()
+            return self._counters.snapshot()
 
     def close(self) -> None:
         """Fail all waiters and end the threads. Idempotent.
@@ -513,7 +515,7 @@ class ChunkFetcher(Closing):
             wanted = self._wanted.get(chunk)
             if wanted is not None:
                 wanted.add(ticket, deliver)
-                self._recorder.joined_count += ticket.is_urgent
+                self._counters.joined_count += ticket.is_urgent
                 self._hasten(wanted, priority, is_urgent=ticket.is_urgent)
             elif self._is_cached(chunk):
                 # The chunk came after the caller checked its cache.
@@ -570,10 +572,10 @@ class ChunkFetcher(Closing):
 
     def _count(self, chunk: Chunk, *, is_delivered: bool) -> None:
         if is_delivered:
-            self._recorder.delivered_count += 1
-            self._recorder.delivered_bytes += chunk.length
+            self._counters.delivered_count += 1
+            self._counters.delivered_bytes += chunk.length
         else:
-            self._recorder.failed_count += 1
+            self._counters.failed_count += 1
 
     # ---- delivery; without the lock -----------------------------------------------------------
 
@@ -639,5 +641,5 @@ class ChunkFetcher(Closing):
                 if wanted.is_urgent:
                     alone.priority = Priority.DEMAND
                 alone.wrong_count += 1
-                self._recorder.corrupt_count += 1
+                self._counters.corrupt_count += 1
                 self.engine.rest_or_end(alone, _damage(chunk))

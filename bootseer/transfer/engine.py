@@ -64,7 +64,7 @@ _CLOSE_S = 2.0
 _POLL_S = 0.25
 # Threads that may replace each thread while it hangs: enough for an outage that hangs all reads.
 _REPLACEMENTS = 2
-_SECONDS_MAX = 5
+_SECOND_TRIES_MAX = 5
 
 
 class JobState(Enum):
@@ -191,7 +191,7 @@ class Try:
         Args:
             job: What is read.
             worker: The thread that reads.
-            buffer: Memory of a second try, which is made because another try is late.
+            buffer: Memory of a second try, made because another try is late; None for a first try.
             now_s: Monotonic time.
             floor_bytes_per_s: Rate below which the try counts as silent.
         """
@@ -253,8 +253,8 @@ class Try:
             job.check(self, buffer)
         return buffer
 
-    def look(self, now_s: float) -> None:
-        """Note on the job when bytes came last."""
+    def note_progress(self, now_s: float) -> None:
+        """Note in `ReadJob.moved_s` when bytes of this try came last."""
         if self.attempt.waits:
             self.progress.seen_s = now_s
         self.progress.silent_s(self.attempt.done_bytes, now_s)
@@ -262,9 +262,9 @@ class Try:
             self.job.moved_s = max(self.job.moved_s or 0.0, self.progress.seen_s)
 
     def is_late(self, pace: Pace, now_s: float) -> bool:
-        """Whether another connection should be asked for the same bytes."""
+        """Return whether another connection should be asked for the same bytes."""
         job = self.job
-        if self.was_late or not self.is_opened or job.second_count >= _SECONDS_MAX:
+        if self.was_late or not self.is_opened or job.second_count >= _SECOND_TRIES_MAX:
             return False
         if self.attempt.waits:
             return False
@@ -273,13 +273,11 @@ class Try:
         done_bytes, elapsed_s = self.attempt.done_bytes, now_s - self.started_s
         silent_s = self.progress.silent_s(done_bytes, now_s)
         length = job.length - self.start_bytes
-        if self.has_replicas:
-            return pace.is_late(length, done_bytes, elapsed_s, silent_s, has_replicas=True)
-        return pace.is_late_alike(length, done_bytes, elapsed_s, silent_s)
+        return pace.is_late(length, done_bytes, elapsed_s, silent_s, has_replicas=self.has_replicas)
 
 
 class EngineFigures:
-    """Receiver of an engine's counts, which ignores them. The engine's lock is held."""
+    """Base class of receivers of an engine's counts. Called with the engine's lock held."""
 
     def won(self, one: Try, seconds: float) -> None:
         """Count a try that brought all bytes of its job in `seconds`."""
@@ -562,7 +560,7 @@ class FetchEngine:
         A job that waits in the queue waits for others: their bytes count as its own.
         """
         for one in job.tries:
-            one.look(now_s)
+            one.note_progress(now_s)
         moved_s = job.moved_s or 0.0
         if job.state is JobState.WAITING:
             moved_s = max(moved_s, self.bytes_moved_s)
@@ -776,7 +774,7 @@ class FetchEngine:
     ) -> None:
         """Note that a try failed; its job continues behind the bytes that came."""
         job = one.job
-        one.look(now_s)
+        one.note_progress(now_s)
         self._forget(one)
         job.tried.add(one.number)
         is_wrong = isinstance(error, CorruptError)
@@ -867,7 +865,7 @@ class FetchEngine:
     def _check_try(self, one: Try, now_s: float) -> float:
         """Check one try; return the time of the next check."""
         if one.job.state is JobState.READING:
-            one.look(now_s)
+            one.note_progress(now_s)
             self.bytes_moved_s = max(self.bytes_moved_s, one.job.moved_s or 0.0)
             self._extend(one)
         if one.deadline_s <= now_s:

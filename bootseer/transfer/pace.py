@@ -28,8 +28,9 @@ FLOOR_BYTES_PER_S = 8 * 1024
 """A slower rate counts as silence: a twentieth of the slowest line over which jobs are started. For
 short reads see `floor_bytes_per_s`."""
 _DEADLINES_MAX = 4.0
-"""Deadlines that a short read may take as long as bytes come. On a line that many nodes share, each
-connection may get less than `FLOOR_BYTES_PER_S`, and a new connection would get no more."""
+"""Number of deadlines that a short read may take while bytes keep coming. On a line that many nodes
+share, each connection may get less than `FLOOR_BYTES_PER_S`, and a new connection would get no
+more."""
 STALL_S = 15.0
 """A connection that was silent for this time is given up, whatever the rates of its peers and the
 credit: TCP's fourth repetition of a lost packet has come by then."""
@@ -38,7 +39,8 @@ credit: TCP's fourth repetition of a lost packet has come by then."""
 def floor_bytes_per_s(length: float, deadline_s: float) -> float:
     """Return the rate below which a read of `length` bytes counts as silent.
 
-    A read that is never silent ends within four deadlines, or at `FLOOR_BYTES_PER_S` at least.
+    A read that never counts as silent either ends within four deadlines, or runs at
+    `FLOOR_BYTES_PER_S` or more.
     """
     return min(FLOOR_BYTES_PER_S, length / (_DEADLINES_MAX * deadline_s))
 
@@ -109,7 +111,7 @@ class Pace:
         return max(_SILENT_FLOOR_S, _RATIO * length / usual if usual else 0.0)
 
     def is_late(
-        self, length: int, done_bytes: int, elapsed_s: float, silent_s: float, has_replicas: bool
+        self, length: int, done_bytes: int, elapsed_s: float, silent_s: float, *, has_replicas: bool
     ) -> bool:
         """Return whether a second request should be made for a read of `length` bytes.
 
@@ -118,28 +120,21 @@ class Pace:
             done_bytes: Bytes that came in `elapsed_s`.
             elapsed_s: Time since the read began.
             silent_s: Time since the last bytes came.
-            has_replicas: Whether another disk or connection can serve the read, so that a second
-                request helps against slowness and not only against silence.
+            has_replicas: Whether another disk can serve the read. If not, another connection may be
+                as slow: slowness counts only once the read has taken as long as a silence may last.
         """
         if done_bytes >= length:
             return False
-        if silent_s >= self.silent_limit_s(length):
+        silent_limit_s = self.silent_limit_s(length)
+        if silent_s >= silent_limit_s:
             return True
         usual = self.usual_bytes_per_s()
-        if usual is None or not has_replicas or elapsed_s < max(_FLOOR_S, length / usual):
+        if usual is None or elapsed_s < max(_FLOOR_S, length / usual):
+            return False
+        if not has_replicas and elapsed_s < silent_limit_s:
             return False
         # The rate so far shows slowness much earlier than the end of the read would.
         return done_bytes / elapsed_s < usual / _RATIO
-
-    def is_late_alike(
-        self, length: int, done_bytes: int, elapsed_s: float, silent_s: float
-    ) -> bool:
-        """Return `is_late` of a read whose slowness another connection may share.
-
-        Slowness counts only once the read has taken as long as a silence may last.
-        """
-        is_over = elapsed_s >= self.silent_limit_s(length)
-        return self.is_late(length, done_bytes, elapsed_s, silent_s, has_replicas=is_over)
 
 
 class TokenBucket:

@@ -203,11 +203,8 @@ def test_late_is_four_times_slower_than_usual_or_silent(
     if elapsed_s:
         late = pace.is_late(length, done, elapsed_s, silent_s, has_replicas=True)
         assert late == (done < length and (silent or (done / elapsed_s < usual / 4 and slow)))
-        assert pace.is_late(length, done, elapsed_s, silent_s, has_replicas=False) == (
-            done < length and silent
-        )
         is_over = elapsed_s >= max(1.0, 4 * expected_s)
-        assert pace.is_late_alike(length, done, elapsed_s, silent_s) == (
+        assert pace.is_late(length, done, elapsed_s, silent_s, has_replicas=False) == (
             done < length and (silent or (is_over and done / elapsed_s < usual / 4))
         )
 

@@ -19,11 +19,11 @@ from bootseer.prefetch.serve.figures import (
     status_of,
 )
 from bootseer.served.figures_file import FiguresFile, file_name
-from bootseer.transfer.chunks import Recorder, percentile
+from bootseer.transfer.chunks import FetchCounters, percentile
 
 
 def figures_of(recorder: FaultRecorder, image: str = "train:v1") -> LaunchFigures:
-    moved = Recorder()
+    moved = FetchCounters()
     moved.fetch_count, moved.fetched_bytes, moved.retry_count = 3, 5000, 1
     prefetch = PrefetchFigures(
         bundle="sha256:00",
