@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from msgspec import Struct
 
 from bootseer.errors import BootseerError, BusyError, NoSpaceError
-from bootseer.gc.inventory import Inventory, Object, read_each, take_inventory
+from bootseer.gc.inventory import Inventory, StoredObject, read_each, take_inventory
 from bootseer.gc.plan import CollectionPlan, Rules, make_plan, stages
 from bootseer.store import FileInfo, Store
 from bootseer.store.objects.lease import LeaseRenewal
@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 _LEASE_KEY = "leases/gc"
 _LEASE_S = 60.0
 _CHECKED_COUNT = 100
-"""Records that are checked and then deleted together: few, so that hardly any changes between."""
+"""Most records that are checked and then deleted together: few, so that hardly any record changes
+between its check and its deletion."""
 _DELETED_COUNT = 1000
 """Objects that one request to a bucket deletes."""
 
@@ -66,7 +67,7 @@ def collect(
             deleter.spared += [key for key in content if key not in unneeded]
             # Content never changes, so the new listing is check enough.
             deleter.delete([key for key in content if key in unneeded], again)
-        broken = _mend(store, inventory, deleter.deleted)
+        broken = _handle_broken_records(store, inventory, deleter.deleted)
         _end_leases(store, inventory, rules, owner)
         store.sweep(max(rules.grace_s, 24 * 3600))
     return Collected(
@@ -107,41 +108,44 @@ class _Deleter:
     def delete(self, keys: Sequence[str], again: Inventory | None = None) -> None:
         """Delete unchanged objects in the order of a plan.
 
-        An object is compared with the inventory `again`, or without one with its state now.
+        The present state of each object is taken from the inventory `again`, if given; otherwise
+        the store is asked.
         """
         count = _DELETED_COUNT if again else _CHECKED_COUNT
         for stage in stages(self._inventory, keys):
             for start in range(0, len(stage), count):
-                some = stage[start : start + count]
+                batch = stage[start : start + count]
                 if again:
-                    self._delete_same({key: again.objects[key] for key in some}, again.now_ns)
+                    now = {key: again.objects[key] for key in batch}
+                    self._delete_unchanged(now, again.now_ns)
                 else:
-                    self._delete_same(read_each(self._store, some, Store.info), 0)
+                    self._delete_unchanged(read_each(self._store, batch, Store.info), 0)
 
-    def _delete_same(self, found: Mapping[str, FileInfo | Object], ageless_ns: int) -> None:
+    def _delete_unchanged(
+        self, now: Mapping[str, FileInfo | StoredObject], unknown_ns: int
+    ) -> None:
         """Delete the objects that did not change since they were listed.
 
-        `ageless_ns`: time in an inventory of objects for which the storage tells no time.
+        `unknown_ns`: `modified_ns` in `now` of an object for which the storage tells no time.
         """
-        same: list[str] = []
-        for key, one in found.items():
-            known = self._inventory.objects[key]
-            is_as_old = one.modified_ns in (ageless_ns, known.modified_ns)
-            is_same = one.size_bytes == known.size_bytes and is_as_old
-            (same if is_same else self.spared).append(key)
-        self._store.delete_many(same)
-        for key in same:
-            size_bytes = found[key].size_bytes
+        unchanged: list[str] = []
+        for key, one in now.items():
+            listed = self._inventory.objects[key]
+            is_as_old = one.modified_ns in (unknown_ns, listed.modified_ns)
+            is_unchanged = one.size_bytes == listed.size_bytes and is_as_old
+            (unchanged if is_unchanged else self.spared).append(key)
+        self._store.delete_many(unchanged)
+        for key in unchanged:
+            size_bytes = now[key].size_bytes
             self.deleted.add(key)
             self.freed_bytes += size_bytes
             self._on_deleted(size_bytes)
 
 
-def _mend(store: Store, inventory: Inventory, deleted: set[str]) -> list[str]:
-    """Find records that need a deleted object.
+def _handle_broken_records(store: Store, inventory: Inventory, deleted: set[str]) -> list[str]:
+    """Delete the records that need a deleted object and that a start makes again (snapshots).
 
-    Those that a start makes again (snapshots) are deleted; the keys of the others (images) are
-    returned.
+    Return the keys of the other records that need a deleted object (images).
     """
     gone = {key for key in deleted if inventory.is_content(key)}
     if not gone:

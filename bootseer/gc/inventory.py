@@ -36,8 +36,8 @@ thousands."""
 _Record = TypeVar("_Record")
 
 
-class Object(Struct, frozen=True):
-    """Object of the store: size, time, format and links."""
+class StoredObject(Struct, frozen=True):
+    """StoredObject of the store: size, time, format and links."""
 
     size_bytes: int
     modified_ns: int
@@ -49,7 +49,7 @@ class Object(Struct, frozen=True):
 class Inventory(Struct, frozen=True):
     """Everything in a store, by key."""
 
-    objects: Mapping[str, Object]
+    objects: Mapping[str, StoredObject]
     formats: Sequence[ObjectFormat]
     """Formats; each comes before the formats that it may refer to."""
     now_ns: int = 0
@@ -107,7 +107,7 @@ def take_inventory(store: Store, formats: Sequence[ObjectFormat]) -> Inventory:
             links = read.get(key, links) if one.is_read(key) else one.links_of(key)
         info = infos[key]
         # An object for which the storage tells no time may have been written just now.
-        objects[key] = Object(info.size_bytes, info.modified_ns or now_ns, one, links)
+        objects[key] = StoredObject(info.size_bytes, info.modified_ns or now_ns, one, links)
     return Inventory(objects, formats, now_ns, is_clock_wrong)
 
 

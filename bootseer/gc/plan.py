@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, NotFoundError
-from bootseer.gc.inventory import Inventory, Object
+from bootseer.gc.inventory import Inventory, StoredObject
 from bootseer.store.objects.records import RecordEntry
 from bootseer.store.objects.uses import IN_USE_S
 
@@ -150,7 +150,10 @@ def _find_images(entries: Mapping[str, RecordEntry], text: str) -> list[str]:
 
 
 def old_members(inventory: Inventory, rules: Rules) -> set[str]:
-    """Return the keys of old members of series; the newest object of a member tells its age."""
+    """Return the keys of the objects in series whose members the rules do not keep.
+
+    A member is as old as its newest object. See `ObjectFormat.series`.
+    """
     every: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for key, one in inventory.objects.items():
         if one.format is not None and one.format.series and (place := one.format.series(key)):
@@ -226,7 +229,7 @@ def _roots(inventory: Inventory, rules: Rules, doomed: set[str]) -> Iterator[str
             yield key
 
 
-def _is_fresh(inventory: Inventory, one: Object) -> bool:
+def _is_fresh(inventory: Inventory, one: StoredObject) -> bool:
     fresh_s = one.format.fresh_s if one.format is not None else 0.0
     return bool(fresh_s) and inventory.now_ns - one.modified_ns < fresh_s * 1e9
 
@@ -258,10 +261,10 @@ def _reachable(inventory: Inventory, roots: Iterable[str]) -> set[str]:
             continue
         kept.add(key)
         waiting += ((one, False) for one in hanging[key])
-        is_past = found is None or (
+        is_outdated = found is None or (
             found.format is not None and found.format.fresh_s and not _is_fresh(inventory, found)
         )
-        if found is not None and not is_past:
+        if found is not None and not is_outdated:
             waiting += ((one, True) for one in found.links.needs)
     return kept
 

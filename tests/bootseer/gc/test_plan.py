@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.gc.inventory import Inventory, Object
+from bootseer.gc.inventory import Inventory, StoredObject
 from bootseer.gc.plan import DAY_S, Rules, make_plan, stages
 from bootseer.store.objects.records import Links, ObjectFormat, RecordEntry
 from bootseer.store.objects.uses import use_key
@@ -25,11 +25,11 @@ _AGE_DAYS = st.sampled_from((0.5, 2, 5))
 
 
 @st.composite
-def _objects(draw: st.DrawFn) -> dict[str, Object]:
+def _objects(draw: st.DrawFn) -> dict[str, StoredObject]:
     found = {}
 
     def add(key: str, of: ObjectFormat | None, links: Links) -> None:
-        found[key] = Object(1, NOW_NS - int(draw(_AGE_DAYS) * DAY_NS), of, links)
+        found[key] = StoredObject(1, NOW_NS - int(draw(_AGE_DAYS) * DAY_NS), of, links)
 
     for name in draw(st.sets(st.sampled_from(NAMES))):
         needs = (*draw(_ANY_CONTENT), *draw(_ANY_RECORD))
@@ -52,7 +52,7 @@ def _objects(draw: st.DrawFn) -> dict[str, Object]:
     return found
 
 
-def _kept(objects: dict[str, Object], doomed: set[str]) -> set[str]:
+def _kept(objects: dict[str, StoredObject], doomed: set[str]) -> set[str]:
     """Return the objects that stay, by the steps that docs/format/store.md describes."""
     by_age = sorted((one.modified_ns, key) for key, one in objects.items() if "starts/" in key)
     kept: set[str] = set()
@@ -90,7 +90,7 @@ def _kept(objects: dict[str, Object], doomed: set[str]) -> set[str]:
 
 @given(_objects(), st.sets(st.sampled_from(NAMES)))
 def test_the_plan_keeps_what_is_needed_and_nothing_else(
-    objects: dict[str, Object], removed: set[str]
+    objects: dict[str, StoredObject], removed: set[str]
 ) -> None:
     entries = {key for key, one in objects.items() if one.links.entry is not None}
     doomed = {key for key in entries if key[-1] in removed}
@@ -126,7 +126,7 @@ def test_a_cache_that_nobody_used_for_a_month_goes(
     if used_days is not None:
         ages[use_key("sha256:x")] = (used_days, Links(hangs_on=("content/x/a",)))
     objects = {
-        key: Object(
+        key: StoredObject(
             1,
             NOW_NS - int(days * DAY_NS),
             next(one for one in FORMATS if one.fits(key)),
