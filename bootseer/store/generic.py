@@ -222,9 +222,9 @@ class FsspecBackend(Backend):
         skip = len(full.strip("/")) + 1 if full.strip("/") else 0
         prefix = path + "/" if path else ""
 
-        def list_folder(call: Call[Any]) -> list[FileInfo]:
+        def list_folder(_: Call[Any]) -> list[FileInfo]:
             found = []
-            for entry in self._entries(call, full):
+            for entry in self._entries(full):
                 name = entry["name"].strip("/")[skip:]
                 is_marker = entry["name"].endswith("/")
                 if not name and entry["type"] == "file" and not is_marker:
@@ -235,7 +235,7 @@ class FsspecBackend(Backend):
 
         return iter(sorted(self._run("list", path, list_folder), key=lambda info: info.path))
 
-    def _entries(self, call: Call[Any], full: str) -> Sequence[dict[str, Any]]:
+    def _entries(self, full: str) -> Sequence[dict[str, Any]]:
         # refresh: other processes write to the store, so a cached listing would be wrong.
         entries: list[dict[str, Any]] = self._fs.ls(full, detail=True, refresh=True)
         return entries
@@ -247,14 +247,12 @@ class FsspecBackend(Backend):
     def delete(self, path: str, *, recursive: bool = False) -> None:
         full = self._full(path, file=True)
 
-        def delete(call: Call[Any]) -> None:
+        def delete(_: Call[Any]) -> None:
             if self._fs.info(full)["type"] != "directory":
                 self._fs.rm_file(full)
             elif recursive:
                 self._fs.rm(full, recursive=True)
-            elif any(
-                entry["name"].strip("/") != full.strip("/") for entry in self._entries(call, full)
-            ):
+            elif any(entry["name"].strip("/") != full.strip("/") for entry in self._entries(full)):
                 raise AlreadyExistsError(
                     f"cannot delete {self._name(path)}: the folder is not empty"
                 )

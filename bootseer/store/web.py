@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from bootseer.base.redact import public_url
@@ -36,8 +36,6 @@ from bootseer.store.deadline import DEFAULT_DEADLINE_S
 from bootseer.store.paths import check_range, split_path
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.policy import REQUEST, Attempts, is_transient
-
-Result = TypeVar("Result")
 
 _PIECE_BYTES = 1 << 20
 _HEAD_UNSUPPORTED = (405, 501)

@@ -80,8 +80,8 @@ _SENT_BYTES: dict[_Kind, int] = {"read": 0, "put": SINGLE_BYTES, "upload": PART_
 _COMPARED_BYTES = 1 << 20
 
 
-class _Forks:
-    """Id of the process that runs obstore's threads; 0 before the first use."""
+class _ObstoreProcess:
+    """Process that runs obstore's threads; `pid` is 0 before the first use."""
 
     pid = 0
 
@@ -132,9 +132,9 @@ class BucketBackend(Backend):
             if not names:
                 raise UnsupportedError(f"{self.url} names no bucket")
             bucket, names = names[0], names[1:]
-        _Forks.pid = _Forks.pid or os.getpid()
+        _ObstoreProcess.pid = _ObstoreProcess.pid or os.getpid()
         # Checked before a lock is taken, which another thread may have held during the fork.
-        if _Forks.pid != os.getpid():
+        if _ObstoreProcess.pid != os.getpid():
             raise UnsupportedError(
                 f"cannot reach {self.url} in a process that was forked from one which has used a "
                 "bucket: start it by spawn or forkserver (DataLoader: "
@@ -295,21 +295,21 @@ class BucketBackend(Backend):
     ) -> int:
         if not buffer or offset < 0:
             return super().read_into(path, offset, buffer, attempt)
-        reader = attempt or Attempt()
+        current = attempt or Attempt()
         done = 0
 
         def put(data: memoryview) -> bool:
             nonlocal done
-            if not reader.put(done, buffer, data[: len(buffer) - done]):
+            if not current.put(done, buffer, data[: len(buffer) - done]):
                 return True
-            done = reader.done_bytes
+            done = current.done_bytes
             return done == len(buffer)
 
         try:
             self._get_range(path, offset, len(buffer), put)
         except BaseException:
             # A late answer must not touch the buffer, which the caller may use for something else.
-            reader.stop()
+            current.stop()
             raise
         return done
 

@@ -306,8 +306,8 @@ def _renewal(token: str) -> str:
 class LeaseRenewal:
     """Context manager that renews a lease three times per `ttl_s` in a thread, then releases it.
 
-    A lost lease is not an error: the snapshot is published by an atomic create, so that two writers
-    cost time, but not correctness.
+    A lost lease is logged and is not an error: the result of the task is published atomically, so
+    that two holders cost time only.
     """
 
     def __init__(self, lease: Lease, ttl_s: float) -> None:
@@ -322,7 +322,7 @@ class LeaseRenewal:
                 self._lease.renew()
             except (BootseerError, OSError) as error:
                 if not self._lease.still_held:
-                    logger.warning("%s; another node may run the same set-up", error)
+                    logger.warning("%s; another node may do the same work", error)
                     return
                 # The next renewal may still come in time.
                 logger.info("cannot renew the lease yet: %s", error)
