@@ -186,10 +186,10 @@ class StartModel:
         return len(found) or len(self.graph.nodes)
 
     @cached_property
-    def _even(self) -> WhatIf:
-        return self._without_stragglers()
+    def _even_start(self) -> WhatIf:
+        return self._replay_even_start()
 
-    def _without_stragglers(self) -> WhatIf:
+    def _replay_even_start(self) -> WhatIf:
         return self.what_if("no stragglers", without_stragglers(self.peers))
 
     def gather(self, beside: Beside) -> None:
@@ -197,10 +197,10 @@ class StartModel:
 
         Optional: `summary` computes it otherwise, one after the other.
         """
-        with beside(self._without_stragglers) as even:
+        with beside(self._replay_even_start) as even_start:
             self.evidence.gather(self._comparisons)
             _ = self._walker
-            self._even = even()
+            self._even_start = even_start()
 
     @cached_property
     def evidence(self) -> Evidence:
@@ -209,7 +209,10 @@ class StartModel:
 
     @cached_property
     def _comparisons(self) -> Sequence[Comparison]:
-        """Intervals in which a node may stand out, if an even start takes no time."""
+        """Intervals in which a node may stand out by the smallest excess that any start reports.
+
+        `_stragglers` raises this excess for a long start.
+        """
         return list(compare_nodes(self.intervals.values(), self.peers, least_excess_s(0.0)))
 
     @cached_property
@@ -244,7 +247,7 @@ class StartModel:
             delay=largest_delay(self, blame, missed),
             blame=tuple(blame),
             missed=tuple(missed),
-            what_ifs=(self._even, *others),
+            what_ifs=(self._even_start, *others),
             requests=requests_of(self.graph),
             fan_out=fan_out_of(self.graph),
         )
@@ -263,7 +266,7 @@ class StartModel:
         )
 
     def _stragglers(self) -> list[Straggler]:
-        least_s = least_excess_s(self._even.ready_s)
+        least_s = least_excess_s(self._even_start.ready_s)
         comparisons = [
             one
             for one in self._comparisons

@@ -667,11 +667,11 @@ class StartGraph:
         """Add all stages of one node; `origin_ns` (since 1970) becomes time 0."""
         if stages:
             stages, heading = without_restarts(stages)
-            self._head(heading)
+            self._update_heading(heading)
             for track in tracks_of(stages, origin_ns):
                 self.add(track)
 
-    def _head(self, heading: Heading) -> None:
+    def _update_heading(self, heading: Heading) -> None:
         known = self.heading
         if known is not None:
             restart_count = max(known.restart_count, heading.restart_count)
@@ -689,7 +689,7 @@ class StartGraph:
     def merge(self, other: "StartGraph") -> None:
         """Move the nodes of another graph into this one. The graphs must share no node."""
         if other.heading is not None:
-            self._head(other.heading)
+            self._update_heading(other.heading)
         rows: dict[Group, tuple[Group, int]] = {}
         for key, group in other._groups.items():
             own = self._groups.setdefault(key, group)
@@ -721,8 +721,8 @@ class StartGraph:
         after all processes have been added.
         """
         if group not in self._started:
-            # A launcher without a known kubelet or scheduler is assumed to follow another node's.
-            others = self._one_before if group.role == LAUNCHER else []
+            # A launcher without a known kubelet or scheduler counts as started by another node's.
+            others = self._assumed_starters if group.role == LAUNCHER else []
             self._started[group] = [
                 self._event_before([*_starters(group.role, *parent), *others], begin)
                 for parent, begin in zip(group.parents, group.times[0], strict=True)
@@ -730,7 +730,8 @@ class StartGraph:
         return self._started[group]
 
     @cached_property
-    def _one_before(self) -> list[tuple[str, str]]:
+    def _assumed_starters(self) -> list[tuple[str, str]]:
+        """Node and role of the process that is assumed to start launchers without a known one."""
         found = (one for one in self._groups.values() if one.role in BEFORE_LAUNCHER)
         first = min(found, key=lambda one: BEFORE_LAUNCHER.index(one.role), default=None)
         return [(first.nodes[0], first.role)] if first is not None else []

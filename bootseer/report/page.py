@@ -26,7 +26,7 @@ _NAMED_NODES_MAX = 200
 # A stage gets a column if it takes at least this share of the start on some node.
 _SHARE_MIN = 0.005
 # A cell of the heat map is a byte: 64 is the median, and 32 more is twice the time.
-_MEDIAN_CELL, _CELLS_AN_OCTAVE, _NO_CELL = 64, 32, 255
+_MEDIAN_CELL, _CELL_STEPS_PER_OCTAVE, _NO_CELL = 64, 32, 255
 _ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
@@ -201,4 +201,4 @@ def _cell(seconds: float, median: float) -> int:
     if seconds <= 0 or median <= 0:
         return _MEDIAN_CELL
     octaves = math.log2(seconds / median)
-    return max(0, min(_NO_CELL - 1, round(_MEDIAN_CELL + _CELLS_AN_OCTAVE * octaves)))
+    return max(0, min(_NO_CELL - 1, round(_MEDIAN_CELL + _CELL_STEPS_PER_OCTAVE * octaves)))

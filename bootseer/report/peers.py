@@ -150,9 +150,9 @@ class Comparison(NamedTuple):
         own = self.seconds[node], self.peers_s, self.sigmas[node], self.slowest_rank[node]
         return Outlier(node, self.label, self.role, *own)
 
-    def is_much(self, node: str, least_s: float) -> bool:
-        """Return whether `node` is slower by so much that it is worth reporting."""
-        return _is_much(self.seconds[node], self.peers_s, least_s)
+    def is_much_slower(self, node: str, least_s: float) -> bool:
+        """Return whether `node` is slower than the median by enough to be worth reporting."""
+        return _is_much_slower(self.seconds[node], self.peers_s, least_s)
 
 
 def least_excess_s(even_s: float) -> float:
@@ -182,7 +182,7 @@ def compare_nodes(
 
 def may_stand_out(peers: Peers, least_s: float) -> bool:
     """Return whether the slowest process of an interval is slower by `least_s` or more."""
-    return peers.count >= _PEERS_MIN and _is_much(peers.max_s, peers.median_s, least_s)
+    return peers.count >= _PEERS_MIN and _is_much_slower(peers.max_s, peers.median_s, least_s)
 
 
 def _among_nodes(
@@ -227,7 +227,7 @@ def base_of(label: Label) -> float:
     return _SCHEDULING_BASE_S if label == SCHEDULING else _BASE_S
 
 
-def _is_much(seconds: float, median: float, least_s: float) -> bool:
+def _is_much_slower(seconds: float, median: float, least_s: float) -> bool:
     return seconds - median >= least_s and seconds >= _RATIO_MIN * median
 
 

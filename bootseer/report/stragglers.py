@@ -184,7 +184,7 @@ def find_stragglers(
     outliers: dict[str, list[Outlier]] = {}
     for one in comparisons:
         for node, sigmas in one.sigmas.items():
-            if sigmas >= _SIGMAS_MIN and one.is_much(node, least_s):
+            if sigmas >= _SIGMAS_MIN and one.is_much_slower(node, least_s):
                 outliers.setdefault(node, []).append(one.outlier(node))
     found = []
     for node, same in outliers.items():
@@ -220,7 +220,7 @@ def _with_figures(
             slow[node] = sigmas, sign
     for node in slow.keys() - set(named):
         _, sign = slow[node]
-        much = [one.outlier(node) for one in shown[node, sign] if one.is_much(node, least_s)]
+        much = [one.outlier(node) for one in shown[node, sign] if one.is_much_slower(node, least_s)]
         if much:
             much.sort(key=lambda outlier: -outlier.excess_s)
             cause = _explanation(sign, much[0], evidence)

@@ -229,7 +229,7 @@ class Timeline:
                 _log.warning("no timeline for this start: cannot write %s: %s", self.path, error)
 
 
-def _number(*variables: str) -> int:
+def _number_in_environment(*variables: str) -> int:
     text = next((os.environ[name] for name in variables if os.environ.get(name)), "")
     return int(text) if text.isascii() and text.isdigit() else 0
 
@@ -248,7 +248,7 @@ def _resource(job: str, submission: str, attempt: int, node: str, rank: int) -> 
     if os.environ.get(PROCESS_VARIABLE):
         resource[PROCESS] = os.environ[PROCESS_VARIABLE]
     if os.environ.get(_RESTART_VARIABLE):
-        resource["bootseer.restart"] = _number(_RESTART_VARIABLE)
+        resource["bootseer.restart"] = _number_in_environment(_RESTART_VARIABLE)
     return resource
 
 
@@ -280,9 +280,11 @@ def current() -> Timeline | None:
     if _inherited is None or _inherited[0] != key:
         job = os.environ.get("BOOTSEER_JOB", "default")
         submission = os.environ.get("BOOTSEER_SUBMISSION", "")
-        attempt = _number("BOOTSEER_ATTEMPT")
+        attempt = _number_in_environment("BOOTSEER_ATTEMPT")
         node = os.environ.get("BOOTSEER_NODE") or os.uname().nodename
-        resource = _resource(job, submission, attempt, node, _number("RANK", "BOOTSEER_RANK"))
+        resource = _resource(
+            job, submission, attempt, node, _number_in_environment("RANK", "BOOTSEER_RANK")
+        )
         if os.environ.get(LAUNCHED_VARIABLE):
             # Set only in the job's processes, not in Bootseer's servers.
             resource[ROLE] = program_name()

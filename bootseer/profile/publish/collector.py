@@ -37,8 +37,8 @@ _GROUPS = {"traces": "resourceSpans", "logs": "resourceLogs"}
 _TYPES = {"http/protobuf": "application/x-protobuf", "http/json": "application/json"}
 
 
-class Sent(NamedTuple):
-    """Progress of one round."""
+class SendResult(NamedTuple):
+    """Result of one round to one endpoint."""
 
     offsets: dict[str, int]
     """End offset of the lines that the collector has, by kind of records and file."""
@@ -50,14 +50,14 @@ class _MessageBatch(NamedTuple):
     offsets: Mapping[str, int]
 
 
-def send(endpoint: Endpoint, lines: Sequence[TimelineLine], sent: Mapping[str, int]) -> Sent:
+def send(endpoint: Endpoint, lines: Sequence[TimelineLine], sent: Mapping[str, int]) -> SendResult:
     """Send the lines that the collector does not have. A failure is in the result."""
     offsets: dict[str, int] = {}
     problem = ""
     try:
         transport = _transport(endpoint)
     except BootseerError as error:
-        return Sent({}, str(error))
+        return SendResult({}, str(error))
     ends_s = time.monotonic() + DEADLINE_S
     try:
         for batch in _batches(endpoint, lines, sent):
@@ -77,7 +77,7 @@ def send(endpoint: Endpoint, lines: Sequence[TimelineLine], sent: Mapping[str, i
         problem = str(error)
     finally:
         transport.close()
-    return Sent(offsets, problem)
+    return SendResult(offsets, problem)
 
 
 def _transport(endpoint: Endpoint) -> Transport:
