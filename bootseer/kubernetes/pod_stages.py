@@ -27,7 +27,7 @@ from bootseer.prefetch.snapshotter.snapshot import ImageMount
 from bootseer.profile.publish.note import LauncherNote, is_stored
 from bootseer.served.service import live_mounts
 from bootseer.settings.config import Settings, launcher_rank
-from bootseer.settings.values import as_name
+from bootseer.settings.values import as_count, as_name
 from bootseer.timeline.otlp import Value
 from bootseer.timeline.recorder import Timeline
 
@@ -76,13 +76,9 @@ def _start(pod: Mapping[str, str], prefix: str, identity: Mapping[str, str]) -> 
         uid=uid,
         job=as_name(identity.get("job") or name),
         submission=as_name(identity.get("submission") or uid),
-        attempt=_count(identity.get("attempt", "")),
-        rank=_count(identity.get("rank", "")),
+        attempt=as_count(identity.get("attempt", "")),
+        rank=as_count(identity.get("rank", "")),
     )
-
-
-def _count(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
 @contextlib.contextmanager

@@ -86,6 +86,11 @@ def as_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip("._-")[:128]
 
 
+def as_count(text: str) -> int:
+    """Return the number that `text` is, of at most nine digits; 0 for any other text."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+
+
 def parse_duration(text: str) -> float:
     """Return the seconds of "30", "1.5s", "10m", "2h" or "1d". Raises: InvalidInputError."""
     match = _AGE.fullmatch(text.strip().lower())

@@ -199,7 +199,7 @@ class Driver:
         self._repairer.start()
 
     def close(self) -> None:
-        """Stop that thread. Volumes stay mounted, for their pods and the next driver."""
+        """Stop the repair thread. Volumes stay mounted, for their pods and the next driver."""
         self._closing.set()
         if self._repairer.is_alive():
             self._repairer.join(_END_S)
@@ -222,7 +222,6 @@ class Driver:
             request.target,
             volume,
             request.is_read_only,
-            workload="",
             has_secrets=bool(secrets),
         )
         if not isinstance(volume, CheckpointVolume):

@@ -1,9 +1,9 @@
 """Fan-out of the volumes of a job's pods: the nodes on which the pods run feed each other.
 
-A volume says how many nodes its start has (attribute `nodes`), and the pod's name which of them
-this one is: the number in the names of the pods of an Indexed Job, a StatefulSet, a JobSet with one
-Job, or a job of Kubeflow. Where the other pods run, their nodes say themselves
-(`fanout.addresses`). The pods of a namespace share no fan-out with those of another one.
+The volume's attribute `nodes` is the number of nodes of its start. The number in the pod's name is
+the number of this node: pods of an Indexed Job, a StatefulSet, a JobSet with one Job, or a job of
+Kubeflow have one. Each node publishes its own address (`fanout.addresses`). The pods of a namespace
+share no fan-out with those of another one.
 """
 
 import logging
@@ -63,10 +63,10 @@ def join_start(settings: Settings, context: Mapping[str, str], address: str) -> 
     joined = replace(
         settings,
         job=as_name(f"{pod.namespace}.{pod.job}"),
-        # By default that of a pod is its own.
+        # Not the default of `start_of_volume`, the pod's uid, which differs between the pods.
         submission=as_name(context.get("submission") or "pods"),
         attempt=pod.attempt,
-        # A start's timelines are those of its pods.
+        # The pods publish the start's timelines.
         publish_timelines=False,
     )
     try:

@@ -21,7 +21,7 @@ from bootseer.report.graph import CONTROL_PLANE, KUBELET
 from bootseer.report.others.foreign_stage import SIZE_MAX, STAGES_MAX, ForeignStage, clean, instant
 from bootseer.report.sources import Source, StartFiles, TimelineFile, node_and_rank
 from bootseer.settings.config import launcher_rank
-from bootseer.settings.values import is_name
+from bootseer.settings.values import as_count, is_name
 from bootseer.timeline.otlp import (
     READY,
     START,
@@ -262,11 +262,11 @@ def _of_pod(item: dict[str, Any]) -> tuple[tuple[str, int, str], TimelineFile] |
     job = variables.get("BOOTSEER_JOB", "")
     # A pod without an owner is a submission by itself.
     submission = variables.get("BOOTSEER_SUBMISSION") or clean(member(metadata, "uid"))
-    node, rank = clean(member(item, "spec", "nodeName")), _number(launcher_rank(variables))
+    node, rank = clean(member(item, "spec", "nodeName")), as_count(launcher_rank(variables))
     began_ns = _began_ns(status)
     if not is_name(job) or not is_name(submission) or not is_name(node) or began_ns is None:
         return None
-    attempt = _number(variables.get("BOOTSEER_ATTEMPT", ""))
+    attempt = as_count(variables.get("BOOTSEER_ATTEMPT", ""))
     resource: dict[str, Value] = {
         "service.name": "bootseer",
         "bootseer.job": job,
@@ -309,10 +309,6 @@ def _variables(item: dict[str, Any]) -> dict[str, str]:
     }
     index = member(item, "metadata", "annotations", "batch.kubernetes.io/job-completion-index")
     return {"JOB_COMPLETION_INDEX": clean(index), **variables}
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
 def _began_ns(status: Any) -> int | None:
