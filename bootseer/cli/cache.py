@@ -24,7 +24,7 @@ class Generation(Struct):
     """Newest generation of a kept cache in the store."""
 
     key: str
-    """Key, of everything that decides whether its files can be used."""
+    """Digest of everything that decides whether the files can be used."""
     cache: str
     """Variable that names the cache, or its folder."""
     folder: str
@@ -136,7 +136,7 @@ def _show_explained(found: list[ExplainedCache]) -> None:
     for one in found:
         if one.differences:
             click.echo()
-            title = f"{one.cache}: what the nearest has otherwise"
+            title = f"{one.cache}: differences from the nearest kept cache"
             emit_records(one.differences, "part", "there", "here", title=title)
 
 

@@ -371,7 +371,9 @@ def kubernetes_containerd_install(socket: Path, restart: str) -> None:
 
     machine = platform.machine()
     on = f"linux/{_ARCHITECTURES.get(machine, machine)}"
-    _say(installer.install(_daemon(socket, restart), _address(), on), "has the lines of bootseer")
+    _tell_change(
+        installer.install(_daemon(socket, restart), _address(), on), "has the lines of bootseer"
+    )
 
 
 @command("kubernetes containerd remove", epilog="Example: bootseer kubernetes containerd remove")
@@ -391,7 +393,7 @@ def kubernetes_containerd_remove(
         return NAME in runtime_handlers(socket)
 
     if await_removal(unless_daemonset, "pods of the runtime class", has_pods, patience_s or 0.0):
-        _say(installer.remove(_daemon(socket, restart), _address()), "is as it was")
+        _tell_change(installer.remove(_daemon(socket, restart), _address()), "is as it was")
 
 
 @command("kubernetes containerd status", epilog="Example: bootseer kubernetes containerd status")
@@ -417,7 +419,7 @@ def _address() -> str:
     return str(current_settings().run_dir / "snapshotter.sock")
 
 
-def _say(change: "InstallChange", what: str) -> None:
+def _tell_change(change: "InstallChange", what: str) -> None:
     changed = "now " if change.is_file_changed else ""
     done = "restarted" if change.is_restarted else "not restarted"
     tell(f"{change.file} {changed}{what}; containerd was {done}")

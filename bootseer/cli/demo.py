@@ -199,9 +199,9 @@ def demo(
     simulated: image, store and checkpoints are on this disk, behind a rate limit. Without root,
     some stages are left out and listed.
     """
-    from bootseer.demo.job import DemoPlan, Network, World, left_out_of
+    from bootseer.demo.job import Demo, DemoPlan, Network, stages_left_out
 
-    left_out = left_out_of()
+    left_out = stages_left_out()
     for stage, reason in left_out.items():
         _say(f"leaving out the {stage}: {reason}")
     network = Network(link_mbit * 125_000, file_mbyte * 1_000_000)
@@ -229,30 +229,30 @@ def demo(
         with_environment="environment" not in left_out,
         with_checkpoint="checkpoint" not in left_out,
     )
-    world = World(plan, _say)
+    demo = Demo(plan, _say)
     try:
-        world.build()
+        demo.build()
         _say(
             f"the network is a rate limit: {link_mbit} Mbit/s for the node, "
             f"{file_mbyte} MB/s for each stored file"
         )
         _say("first launch, on a node that has nothing: pulls, installs, reads, and records")
-        first = world.launch(1)
+        first = demo.launch(1)
         if plan.with_image:
             _say("the image and the record of the first launch are being published")
-            world.await_record()
-        published_bytes = world.bytes_written()
+            demo.await_record()
+        published_bytes = demo.bytes_written()
         _say("second launch, on another node that has nothing: replays")
-        second = world.launch(2)
+        second = demo.launch(2)
     finally:
         if keep:
             _say(f"everything is left in {folder}")
         else:
-            world.remove()
+            demo.remove()
     return _compare(
         first,
         second,
-        image_bytes=world.image_bytes,
+        image_bytes=demo.image_bytes,
         published_bytes=published_bytes,
         left_out=left_out,
         network=network,

@@ -1,7 +1,7 @@
 """Kill switch: with BOOTSEER_DISABLE=1 a wrapper only starts the command behind its `--`.
 
-Decides alone when the switch is on and what happens then. Imports `grammar` alone, so that nothing
-that may be broken is loaded, and reads nothing but the command line.
+No other module decides when the switch is on, or what happens then. The module imports `grammar`
+alone, so that nothing that may be broken is loaded.
 """
 
 import contextlib

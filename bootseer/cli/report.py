@@ -67,7 +67,7 @@ _EARLIER_MAX = 5
 _SILENT_S = 600.0
 """Silence after which a start is not under way any more."""
 _OVER_S = 60.0
-"""The same, for a start without an open stage at the first look."""
+"""Silence after which a start that had no open stage at the first look is not under way."""
 
 
 # ---- starts -----------------------------------------------------------------------------------

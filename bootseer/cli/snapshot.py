@@ -63,14 +63,14 @@ class SnapshotTarget(Struct):
     whole: bool
     """Whether it is the whole directory; false: only the changes of the set-up."""
     blob: str
-    """Digest of the object."""
+    """Digest of the blob."""
     blob_bytes: int
     earlier: list[str]
     """Digests of earlier snapshots' blobs that it takes content from."""
     earlier_bytes: int
     """Size of these blobs, each in full."""
     index: str
-    """Digest of the object."""
+    """Digest of the tree index."""
     file_count: int
     content_bytes: int
     deletions: list[str]
@@ -557,7 +557,7 @@ class Ran(Struct):
     how: str
     """`captured`, `restored`, `in place` or `ran`."""
     hit: bool
-    """Whether the set-up was spared."""
+    """Whether the set-up did not have to run."""
     fingerprint: str
     targets: tuple[str, ...]
     file_count: int
@@ -608,7 +608,7 @@ class ExplainedSetup(Struct):
     snapshot: ShownSnapshot | None
     """Snapshot of the set-up in the store."""
     nearest: str | None
-    """Fingerprint of the snapshot that differs least, if there is none."""
+    """Fingerprint of the snapshot that differs least, if the set-up has no snapshot."""
     nearest_snapshot: ShownSnapshot | None
     differences: list[PartDifference]
     """Empty where there is nothing to compare."""

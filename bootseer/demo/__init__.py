@@ -1,5 +1,5 @@
 """Demo: one job launched twice on one machine, with real parts and a simulated slow network.
 
-Public: `job` (the two launches), `comparison` (their figures), `limited` (the network, which tests
-use, too). `bootseer.cli` calls it; it may import every other package.
+Public: `job` (the two launches and their figures), `limited` (the network, which tests use, too).
+`bootseer.cli` calls it; it may import every other package.
 """

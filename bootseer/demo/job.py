@@ -72,7 +72,7 @@ class Launch(Struct, frozen=True):
     """CPU seconds of the whole machine: servers are not children of this process."""
 
 
-def left_out_of() -> dict[str, str]:
+def stages_left_out() -> dict[str, str]:
     """Return the reason for each stage of the demo that this machine cannot show."""
     reasons: dict[str, str] = {}
     is_root = os.geteuid() == 0
@@ -91,7 +91,7 @@ def left_out_of() -> dict[str, str]:
     return reasons
 
 
-class World:
+class Demo:
     """Folders and launches of one demo."""
 
     def __init__(self, plan: DemoPlan, say: Callable[[str], None]) -> None:

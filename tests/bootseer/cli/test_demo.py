@@ -49,8 +49,8 @@ def _launch(load_s: int, checksum: str) -> Launch:
     )
 
 
-class _World:
-    """Stand-in for `bootseer.demo.job.World` that launches nothing."""
+class _Demo:
+    """Stand-in for `bootseer.demo.job.Demo` that launches nothing."""
 
     second_checksum = "same"
 
@@ -76,8 +76,8 @@ class _World:
 
 
 def _demo(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> Any:
-    monkeypatch.setattr(job, "left_out_of", lambda: {"environment": "no pip"})
-    monkeypatch.setattr(job, "World", _World)
+    monkeypatch.setattr(job, "stages_left_out", lambda: {"environment": "no pip"})
+    monkeypatch.setattr(job, "Demo", _Demo)
     return CliRunner().invoke(cli, ["demo", "--dir", str(folder), *arguments])
 
 
@@ -115,7 +115,7 @@ def test_the_readme_shows_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_launches_that_loaded_different_bytes_are_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(_World, "second_checksum", "other")
+    monkeypatch.setattr(_Demo, "second_checksum", "other")
     done = _demo(monkeypatch, tmp_path)
     assert "loaded different bytes" in str(done.exception)
     assert done.stdout == ""
