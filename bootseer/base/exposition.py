@@ -28,7 +28,7 @@ class Family(Struct, frozen=True):
     samples: Sequence[Sample]
 
 
-def one(name: str, kind: str, text: str, value: int | float) -> Family:
+def single(name: str, kind: str, text: str, value: int | float) -> Family:
     """Return a metric family with a single sample without labels."""
     return Family(name, kind, text, (Sample(value),))
 

@@ -22,12 +22,12 @@ def _load_when_used(package: str, name: str) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[whole] = module
     spec.loader.exec_module(module)
-    # Else an import from the package asks the module itself, which loads it.
+    # Without this attribute, `from PACKAGE import NAME` would load the module at once.
     setattr(parent, name, module)
 
 
-# Protobuf imports its implementation in Python with that in C, which uses nothing of it: half of
-# the import's time, for which each start with a store in HDFS would wait.
+# Protobuf's implementation in C imports the one in Python without using it. That takes half of the
+# import's time, for which each start with a store in HDFS would wait.
 _load_when_used("google.protobuf.internal", "python_message")
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # noqa: E402

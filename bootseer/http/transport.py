@@ -102,9 +102,9 @@ class Watchdog:
     """Thread that ends waits which last too long. It is started with the first wait."""
 
     def __init__(self) -> None:
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset to the state without a thread, which a forked child needs."""
         self._changed = threading.Condition(threading.Lock())
         self._waits: dict[int, tuple[float, Callable[[], None]]] = {}
@@ -149,7 +149,7 @@ class Watchdog:
 
 
 _WATCHDOG = Watchdog()
-os.register_at_fork(after_in_child=_WATCHDOG.begin)
+os.register_at_fork(after_in_child=_WATCHDOG.reset)
 
 
 def _in_time(

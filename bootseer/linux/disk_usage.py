@@ -1,4 +1,4 @@
-"""Listing of a directory tree that other programs may be changing. Stateless; any thread."""
+"""Full disks: their errors, and sizes of files in trees that change. Stateless; any thread."""
 
 import contextlib
 import errno
@@ -8,8 +8,8 @@ from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a full disk."""
-NO_DISK = (*FULL, errno.EROFS)
-"""Errors of a disk that cannot be written to: a reader works without its cache."""
+UNWRITABLE = (*FULL, errno.EROFS)
+"""Errors of a disk that cannot be written to; a reader then works without its cache."""
 
 
 def statuses_below(directory: Path) -> Iterator[os.stat_result]:

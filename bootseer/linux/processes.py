@@ -1,4 +1,4 @@
-"""Processes: facts from /proc, signals, forked copies, and notes about the users of a thing.
+"""Processes: facts from /proc, signals, forked copies, and notes of processes in a folder.
 
 Only this module reads /proc/PID/stat and status, and defines the names of notes: `PID-STARTED`,
 which identify one process forever, or `PID-STARTED.ROLE`. Stateless; any thread, and every process

@@ -17,7 +17,7 @@ from bootseer.blob.index import decode
 from bootseer.blob.index import digest as digest_of
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
-from bootseer.linux.disk_usage import NO_DISK
+from bootseer.linux.disk_usage import UNWRITABLE
 from bootseer.linux.private_files import write_private_file
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def keep_index(cache_dir: Path, digest: str, data: bytes, *, run_dir: Path | Non
         try:
             write_private_file(path, data)
         except OSError as error:
-            if run_dir is None or error.errno not in NO_DISK:
+            if run_dir is None or error.errno not in UNWRITABLE:
                 raise
             _log.warning(
                 "cannot write %s: %s; this start keeps the index in memory", path, error.strerror

@@ -32,7 +32,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from bootseer.errors import CorruptError, from_oserror
-from bootseer.linux.disk_usage import NO_DISK
+from bootseer.linux.disk_usage import UNWRITABLE
 from bootseer.linux.locks import lock_file, lock_within, try_lock, unlock
 
 _log = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ class CachedStream:
         try:
             self._open_files(LOCK_S)
         except OSError as error:
-            if error.errno not in NO_DISK:
+            if error.errno not in UNWRITABLE:
                 raise from_oserror(error, f"open the cache in {directory}") from error
             self._warn_full(error)
 

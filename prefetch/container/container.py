@@ -25,7 +25,7 @@ from bootseer.base.documents import to_line
 from bootseer.errors import BootseerError, InvalidInputError, UnsupportedError, from_oserror
 from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.linux import namespaces
-from bootseer.linux.disk_usage import NO_DISK
+from bootseer.linux.disk_usage import UNWRITABLE
 from bootseer.linux.mount_table import find_mount
 from bootseer.linux.private_files import make_private_directory, private_directory
 from bootseer.linux.processes import wait_single_threaded
@@ -285,7 +285,7 @@ def _make_scratch(wanted: Path, state_dir: Path) -> Path:
     try:
         make_private_directory(wanted)
     except OSError as error:
-        if error.errno not in NO_DISK:
+        if error.errno not in UNWRITABLE:
             raise from_oserror(error, f"make the folder {wanted}") from error
         _log.warning(
             "cannot make %s: %s; the files that the container writes go to %s instead",

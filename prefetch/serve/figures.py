@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from bootseer.base.documents import to_builtins
-from bootseer.base.exposition import Family, Sample, one
+from bootseer.base.exposition import Family, Sample, single
 from bootseer.base.exposition import render as render_families
 from bootseer.prefetch.bundle.accuracy import BundleAccuracy
 from bootseer.prefetch.bundle.replay import BundleReplay
@@ -164,7 +164,7 @@ def _families(figures: LaunchFigures) -> Iterator[Family]:
         ("size_bytes", "Uncompressed size of the image.", figures.image_bytes),
         ("cached_bytes", "Uncompressed bytes of the image on this node.", cached_bytes),
     ):
-        yield one(_PREFIX + name, "gauge", text, value)
+        yield single(_PREFIX + name, "gauge", text, value)
     yield from _of_faults(figures.faults)
     sources = figures.sources
     yield Family(
@@ -187,7 +187,7 @@ def _families(figures: LaunchFigures) -> Iterator[Family]:
         ("fetch_timeouts_total", "Requests that ended at their deadline.", moved.hung_count),
         ("corrupt_chunks_total", "Chunks that did not match their digest.", moved.corrupt_count),
     ):
-        yield one(_PREFIX + name, "counter", text, value)
+        yield single(_PREFIX + name, "counter", text, value)
     yield from _of_prefetch(figures)
 
 
@@ -230,4 +230,4 @@ def _of_prefetch(figures: LaunchFigures) -> Iterator[Family]:
         ("prefetch_failed", "1 if the replay was given up.", prefetch.error is not None),
     ):
         if value is not None:
-            yield one(_PREFIX + name, "gauge", text, value)
+            yield single(_PREFIX + name, "gauge", text, value)

@@ -5,7 +5,7 @@ No label has a new value at each start, so neither the submission nor a process 
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from bootseer.base.exposition import Family, Sample, one, render
+from bootseer.base.exposition import Family, Sample, render, single
 from bootseer.timeline.otlp import PROCESS, READY, ROLE, START, Stage
 
 _START, _ENVIRONMENT = "bootseer_start_", "bootseer_environment_"
@@ -34,13 +34,13 @@ def _of_start(stages: Sequence[Stage]) -> Iterator[Family]:
         ("failed", "1 if the launcher failed.", any(stage.failed for stage in starts)),
         ("processes", "Processes of the start that noted stages.", len(processes)),
     ):
-        yield one(_START + name, "gauge", text, value)
+        yield single(_START + name, "gauge", text, value)
     if command_ns:
         text = "From the begin of the start until the command began."
-        yield one(_START + "command_seconds", "gauge", text, (command_ns - began_ns) / 1e9)
+        yield single(_START + "command_seconds", "gauge", text, (command_ns - began_ns) / 1e9)
     if ready_ns:
         text = "From the begin of the start until the last process was ready."
-        yield one(_START + "ready_seconds", "gauge", text, (ready_ns - began_ns) / 1e9)
+        yield single(_START + "ready_seconds", "gauge", text, (ready_ns - began_ns) / 1e9)
 
 
 def _of_stages(stages: Sequence[Stage]) -> Iterator[Family]:

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct
 
 from bootseer.base.documents import to_builtins
-from bootseer.base.exposition import Family, one, render
+from bootseer.base.exposition import Family, render, single
 from bootseer.base.redact import public_url, redact
 from bootseer.errors import NotFoundError
 from bootseer.fuse.striped.statistics import Statistics
@@ -157,9 +157,9 @@ def _families(figures: MountFigures) -> Iterator[Family]:
         ("open_files", "Files that are open.", opened.files_open),
         ("unfinished_files", "Files that are being written.", len(opened.unfinished)),
     ):
-        yield one(_PREFIX + name, "gauge", text, value)
+        yield single(_PREFIX + name, "gauge", text, value)
     for field, (name, text) in _COUNTERS.items():
-        yield one(f"{_PREFIX}{name}_total", "counter", text, getattr(figures.statistics, field))
+        yield single(f"{_PREFIX}{name}_total", "counter", text, getattr(figures.statistics, field))
 
 
 class FiguresWriter:
