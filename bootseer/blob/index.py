@@ -230,6 +230,8 @@ def _read_blobs(columns: Columns) -> tuple[Blob, ...]:
         )
         if frames.offsets[-1] > size:
             raise CorruptError("the frames of a blob reach beyond its end")
+        if not count and (size or digests[i] != whole_digests[i]):
+            raise CorruptError("a blob without frames has a size, or a digest of its own")
         stream_length = frames.stream_offsets[-1] if count else whole_lengths[i]
         if stream_length != whole_lengths[i]:
             raise CorruptError("the frames of a blob do not make up its stream")

@@ -29,7 +29,7 @@ def sample() -> Tree:
             [Frame(0, 50, 0, 1000, b"f" * 32), Frame(50, 9, 1000, 7, b"g" * 32)],
             "sha256:" + "12" * 32, 1007,
         ),
-        Blob("sha256:" + "cd" * 32, 9, [], "sha256:" + "34" * 32, 9),
+        Blob("sha256:" + "cd" * 32, 0, [], "sha256:" + "cd" * 32, 9),
     ]  # fmt: skip
     inodes = [
         DIR,
@@ -107,6 +107,8 @@ def set_bytes(section: str, old: bytes, new: bytes) -> Callable[[Sections], None
 
 # Names in (parent, name) order: d, s, z, \xff in the root; c, f in d.
 HOSTILE = {
+    "size of a blob without frames": set_number("blob_size_bytes", 1, 9),
+    "own digest of a blob without frames": set_bytes("blob_digests", b"\xcd", b"\xce"),
     "name with a slash": set_bytes("names", b"f\0", b"/\0"),
     "dot": set_bytes("names", b"f\0", b".\0"),
     "dot dot": set_bytes("names", b"d\0", b"..\0"),
