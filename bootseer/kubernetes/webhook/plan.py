@@ -38,8 +38,8 @@ from bootseer.settings.values import is_name
 REPLAY = "bootseer.io/replay"
 ENVIRONMENT = "bootseer.io/environment"
 CHECKPOINT = "bootseer.io/checkpoint"
-FANOUT = "bootseer.io/fanout"
-ANNOTATIONS = (REPLAY, ENVIRONMENT, CHECKPOINT, FANOUT)
+FANOUT_HOSTS = "bootseer.io/fanout-hosts"
+ANNOTATIONS = (REPLAY, ENVIRONMENT, CHECKPOINT, FANOUT_HOSTS)
 """Annotations that the webhook handles; pods without any are not changed."""
 REQUIRED = "required"
 """Value of the label CHECKPOINT of pods that must not start without their checkpoint folder. It is
@@ -240,13 +240,13 @@ def _volumes(
 
 def _secret(pod: Pod, identity: StartIdentity, warnings: _Warnings) -> KeySecret | None:
     """Return the Secret for the fan-out that a pod requests, or None."""
-    requested = _requested(pod, FANOUT)
+    requested = _requested(pod, FANOUT_HOSTS)
     if not requested:
         return None
     owner = identity.owner
     if requested != "auto":
         try:
-            expand_hosts(requested, f"the annotation {FANOUT}")
+            expand_hosts(requested, f"the annotation {FANOUT_HOSTS}")
         except InvalidInputError as error:
             warnings[f"no fan-out: {error}"] = ""
             return None
@@ -260,7 +260,7 @@ def _secret(pod: Pod, identity: StartIdentity, warnings: _Warnings) -> KeySecret
 def _fanout_variables(pod: Pod, container: PodContainer, secret: KeySecret) -> list[dict[str, Any]]:
     """Return a container's variables for the fan-out: the key, and hosts it cannot find itself."""
     key = {"name": secret.name, "key": _KEY, "optional": True}
-    hosts = _requested(pod, FANOUT)
+    hosts = _requested(pod, FANOUT_HOSTS)
     if hosts == "auto":
         hosts = _hosts_of_job_set(pod, container)
     return [
@@ -298,7 +298,7 @@ def _node_count(pod: Pod) -> int:
     Jobs.
     """
     jobs = pod.metadata.labels.get(f"{JOB_SET}/replicatedjob-replicas", "1")
-    if _requested(pod, FANOUT) != "auto" or jobs != "1":
+    if _requested(pod, FANOUT_HOSTS) != "auto" or jobs != "1":
         return 0
     counts = []
     for container in pod.spec.containers:

@@ -173,7 +173,7 @@ def test_an_annotation_makes_volumes_that_feed_each_other(
 ) -> None:
     # No earlier start has read it, so that its manifest and index travel alone.
     digest = _make_environment(site, "annotated", tmp_path)
-    annotations = {"bootseer.io/environment": "annotated", "bootseer.io/fanout": "auto"}
+    annotations = {"bootseer.io/environment": "annotated", "bootseer.io/fanout-hosts": "auto"}
     script = "sha256sum /opt/environment/weights; exec sleep 3600"
     template = pod("annotated", shell, script, annotations=annotations)
     # torchrun's number of nodes.

@@ -220,7 +220,7 @@ def test_a_second_look_takes_its_volumes_for_its_own_though_the_start_is_another
     assert "another volume called" in planned(pod).warnings[0]
 
 
-FANOUT = {"bootseer.io/fanout": "auto"}
+FANOUT = {"bootseer.io/fanout-hosts": "auto"}
 
 
 def _fanout(pod: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -245,7 +245,7 @@ def test_pods_of_one_submission_name_one_secret() -> None:
 
 def test_a_pod_may_name_the_hosts() -> None:
     hosts = "llm-[0-7].llm"
-    assert _fanout(pod_object({"bootseer.io/fanout": hosts}))[1] == hosts
+    assert _fanout(pod_object({"bootseer.io/fanout-hosts": hosts}))[1] == hosts
 
 
 def test_pods_of_a_job_set_of_several_jobs_are_told_their_hosts() -> None:
@@ -292,7 +292,7 @@ def test_an_environment_s_volume_is_told_the_number_of_nodes() -> None:
     ],
 )
 def test_a_fan_out_that_cannot_be(annotation: str, owner: Any, says: str) -> None:
-    plan = planned(pod_object({"bootseer.io/fanout": annotation}, {}, owner))
+    plan = planned(pod_object({"bootseer.io/fanout-hosts": annotation}, {}, owner))
     assert says in " ".join(plan.warnings)
     assert plan.secret is None
     assert "BOOTSEER_FANOUT" not in json.dumps(plan.patch)

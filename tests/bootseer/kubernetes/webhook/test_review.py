@@ -136,7 +136,7 @@ def test_what_is_no_question_is_refused(body: bytes) -> None:
         answer(body, lambda: CLUSTER, no_secret)
 
 
-FANOUT = {"bootseer.io/fanout": "auto"}
+FANOUT = {"bootseer.io/fanout-hosts": "auto"}
 
 
 def test_a_secret_is_made_for_pods_that_are_created() -> None:
