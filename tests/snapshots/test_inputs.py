@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,17 +17,13 @@ from bootseer.snapshots.key import Resolved, SetupRequest, resolve
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 
-# Each run asks `python3` about itself: this interpreter answers at once, while a shim of pyenv's
-# starts ten.
-_PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-
 
 def _resolved(directory: Path, *command: str, **environ: str) -> Resolved:
     request = SetupRequest(
         command,
         targets=["/opt/made-by-nobody"],
         directory=str(directory),
-        environ={"PATH": _PATH, "HOME": str(directory / "home"), **environ},
+        environ={"PATH": os.environ["PATH"], "HOME": str(directory / "home"), **environ},
     )
     return resolve(request, lambda sentence: None)
 
@@ -64,7 +59,7 @@ def _script(path: Path, text: str) -> Path:
 def test_scripts_decide(tmp_path: Path, command: list[str]) -> None:
     """Regression: scripts with an absolute path, or behind another program, were not in the key."""
     words = [word.format(tmp_path) for word in command]
-    path = f"{tmp_path}/job:{_PATH}"
+    path = f"{tmp_path}/job:{os.environ['PATH']}"
     _script(tmp_path / "outer.sh", '"$(dirname "$0")/job/x.sh"')
     (tmp_path / "home").mkdir()
     keys = set()

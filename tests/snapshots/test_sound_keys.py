@@ -1,9 +1,9 @@
 """Every file that a set-up command reads is in its key, or the key is open; the shell tells."""
 
 import hashlib
+import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,6 @@ from bootseer.snapshots.commands import hints_of
 from bootseer.snapshots.key import Resolved, SetupRequest, resolve
 from testbed.needs import MissingError
 
-# This interpreter answers at once about itself, while a shim of pyenv's starts ten.
-_SYSTEM_PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
 # Stands in for every installing tool: its result depends on its words, its input, pip's variables,
 # and every file that its words or the lists among these files name.
 _TOOL = r"""#!/bin/sh
@@ -187,7 +185,7 @@ class _Bed:
         self.job = folder / "job"
         self.out = folder / "out"
         self.known = folder / "known"
-        self.path = f"{self.tools}:{_SYSTEM_PATH}"
+        self.path = f"{self.tools}:{os.environ['PATH']}"
 
     def fill(self, *changed: str) -> None:
         """Make the files, some of them with another content."""

@@ -10,10 +10,7 @@ from testbed.paths import REPOSITORY
 
 def run_driver(driver: str, scenario: str, top: Path, points: int) -> list[str]:
     """Run a driver and return the lines of its output."""
-    # Each run asks `python3` about itself: this interpreter answers at once, while a shim of
-    # pyenv's starts ten.
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": path}
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name(driver)), scenario, str(top), str(points)],
         env=environ,
