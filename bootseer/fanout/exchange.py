@@ -394,6 +394,10 @@ class Exchange(Closing):
         share = self._share(name)
         if share.is_joined:
             raise InvalidInputError(f"the object {name.hex()[:12]} is joined already")
+        if share.error is not None:
+            # Declined before: one process of the node has the object, and another one lacks it.
+            del self._shares[name]
+            share = self._share(name)
         now_s = time.monotonic()
         plans = [
             SourcePlan(self._trees, self._own, tree, chunk_bytes=1 << 20, random=dice, now_s=now_s)

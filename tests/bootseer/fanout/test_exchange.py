@@ -231,6 +231,15 @@ def test_a_node_that_has_an_object_is_not_waited_for(job: FanoutJob) -> None:
     assert not any(one.byte_count for one in fed)
 
 
+def test_a_node_that_declined_an_object_joins_it_later(job: FanoutJob) -> None:
+    """One process of a node has the object from an earlier start, and another one lacks it."""
+    content = Content(10)
+    job.start(0, 1)
+    job.nodes[1].decline(content.name)
+    job.join(content)
+    job.check(content)
+
+
 def test_a_user_is_told_how_far_an_object_has_come(job: FanoutJob) -> None:
     content = Content(20)
     content.before = gate = Gate(10)
