@@ -76,6 +76,10 @@ _ADDRESS_CONNECTIONS_MAX = 64
 """Limit of connections from one address: a hostile member cannot take all places."""
 
 
+_MAPPED = bytes(10) + b"\xff\xff"
+"""Beginning of the IPv6 form of an IPv4 address."""
+
+
 def _no_document(key: str) -> bytes:
     raise UnavailableError(f"nobody reads {key} here")
 
@@ -211,8 +215,8 @@ class Exchange(Closing):
         """Streams that wait until this node joins an object."""
         self._guests: Counter[str] = Counter()
         self._guest_sockets: set[socket.socket] = set()
-        self._strangers: dict[socket.socket, tuple[str, asyncio.Task[None]]] = {}
-        """Connections without a proof, the oldest one first: address and task."""
+        self._strangers: dict[socket.socket, _Stranger] = {}
+        """Connections without a proof, the oldest one first."""
         self._fed: list[SourceRecord] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self.is_closed = False
@@ -613,23 +617,32 @@ class Exchange(Closing):
         sock.setblocking(False)
         self._guests[host] += 1
         self._guest_sockets.add(sock)
-        self._strangers[sock] = host, self.spawn(self._serve(sock, host))
+        serving = self.spawn(self._serve(sock, host))
+        self._strangers[sock] = _Stranger(host, _network_of(host), serving)
 
     def _has_place(self, host: str) -> bool:
         """Return whether there is a place for a connection of `host`.
 
         A connection that has not proved to have the key gives way to the new one: who has no key
-        takes no places of members, who prove it within a round trip.
+        takes no places of members, who prove it within a round trip. A whole network has the
+        strangers of one address only: members may be many neighbours, and are no strangers.
         """
+        network, strangers = _network_of(host), self._strangers
         is_host_full = self._guests[host] >= _ADDRESS_CONNECTIONS_MAX
-        if not is_host_full and len(self._guest_sockets) < _CONNECTIONS_MAX:
+        neighbours = [sock for sock, one in strangers.items() if one.network == network]
+        is_network_full = len(neighbours) >= _ADDRESS_CONNECTIONS_MAX
+        if is_host_full:
+            leaving = next((sock for sock in neighbours if strangers[sock].host == host), None)
+        elif is_network_full:
+            leaving = neighbours[0]
+        elif len(self._guest_sockets) < _CONNECTIONS_MAX:
             return True
-        for sock, (place, serving) in self._strangers.items():
-            if place == host or not is_host_full:
-                del self._strangers[sock]
-                serving.cancel()
-                return True
-        return False
+        else:
+            leaving = next(iter(strangers), None)
+        if leaving is None:
+            return False
+        strangers.pop(leaving).serving.cancel()
+        return True
 
     async def _serve(self, sock: socket.socket, host: str) -> None:
         """Answer the requests of one connection."""
@@ -725,6 +738,26 @@ class Exchange(Closing):
             if (share := self._shares.get(name)) is not None:
                 return share
         raise TimeoutError("nobody here wants that object")
+
+
+class _Stranger(Struct, frozen=True):
+    """Connection that has not proved to have the key."""
+
+    host: str
+    network: str
+    serving: asyncio.Task[None]
+
+
+def _network_of(host: str) -> str:
+    """Return the network of an IPv6 address, all of which one machine may have; else the address.
+
+    IPv4 addresses come as IPv6 addresses, too, and are networks of their own.
+    """
+    try:
+        address = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
+    except OSError:
+        return host
+    return host if address.startswith(_MAPPED) else address[:8].hex()
 
 
 def _cancel(task: "asyncio.Task[Any] | None") -> None:

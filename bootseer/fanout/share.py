@@ -26,7 +26,7 @@ from bootseer.errors import BootseerError, CorruptError, from_oserror
 from bootseer.fanout import protocol
 from bootseer.fanout.connection import Clock, Link
 from bootseer.fanout.objects import ChunkList, decode_list
-from bootseer.fanout.plan import STUCK_S, Offer, SourcePlan
+from bootseer.fanout.plan import CHILD_STREAMS_MAX, STUCK_S, Offer, SourcePlan
 from bootseer.fanout.protocol import Request
 from bootseer.fanout.trees import STORE, TREE_COUNT, chunks_of
 
@@ -36,6 +36,9 @@ STORE_IN_FLIGHT = 2
 """Chunks of a tree that are read from the store at once, unless the object says otherwise."""
 _STALLED_S = 5.0
 """Time after which a child that takes no bytes loses its stream."""
+_AHEAD_S = 2.0
+"""Time for which a child that has more chunks than this node keeps its place. A child that returns
+to its parent, or moves to a stand-in, is at most as far ahead."""
 _BEAT_TICKS = 2
 """Ticks of the clock without a chunk after which a beat is sent: at most `HEARTBEAT_S`."""
 _TELL_EVERY_S = 1.0
@@ -140,6 +143,9 @@ class Share:
         Ends when the child has the whole tree, or the object has failed. Raises: TimeoutError if
         the child takes nothing, OSError.
         """
+        if sum(map(len, self.streams)) >= CHILD_STREAMS_MAX:
+            for stream in (*self.streams[0], *self.streams[1]):
+                stream.end_if_idle()
         await _Stream(self, link, own, request).run(clock)
 
     def bytes_moved_s(self, tree: int) -> float:
@@ -266,11 +272,7 @@ class Share:
     def offer(self, own: int, tree: int) -> Offer:
         """Return this node's offer."""
         now_s = time.monotonic()
-        streams = sum(
-            one.sending_s is None or now_s - one.sending_s < STUCK_S
-            for fed in self.streams
-            for one in fed
-        )
+        streams = sum(one.has_place(now_s) for fed in self.streams for one in fed)
         if not self.plans:
             return Offer(own, self.counts[tree], streams, ())
         self.plans[tree].count = self.counts[tree]
@@ -323,8 +325,9 @@ class _Stream:
         self._link, self._share, self._own, self._tree = link, share, own, request.tree
         self._count, self._needs_list = request.count, request.needs_list
         self._ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._begun_s, self._idle_ticks = time.monotonic(), 0
-        self.sending_s: float | None = None
+        self._opened_s = self._begun_s = time.monotonic()
+        self._idle_ticks = 0
+        self._sending_s: float | None = None
         """Time at which the current chunk was begun."""
         self._is_blocked = False
         """Whether the line takes nothing now."""
@@ -345,6 +348,22 @@ class _Stream:
             clock.remove(self._look)
             streams.discard(self)
             self._sent()
+
+    def has_place(self, now_s: float) -> bool:
+        """Return whether the stream counts as one that this node feeds."""
+        if self._sending_s is not None:
+            return now_s - self._sending_s < STUCK_S
+        return not self._is_idle(now_s)
+
+    def end_if_idle(self) -> None:
+        """End the stream if another one may have its place."""
+        if self._is_idle(time.monotonic()) and not self._ended.done():
+            self._ended.set_result(True)
+
+    def _is_idle(self, now_s: float) -> bool:
+        """Return whether the child has wanted nothing of this node since it came, for long."""
+        is_ahead = self._count > self._share.counts[self._tree]
+        return is_ahead and now_s - self._opened_s > _AHEAD_S
 
     def pump(self) -> None:
         """Send what there is, as far as the line takes it. Does not raise."""
@@ -394,7 +413,7 @@ class _Stream:
     def _send_frame(self, kind: int, length: int, *payload: memoryview) -> None:
         self._begun_s = time.monotonic()
         if kind != protocol.BEAT:
-            self.sending_s = self._begun_s
+            self._sending_s = self._begun_s
         self._idle_ticks = 0
         offer = self._share.offer(self._own, self._tree)
         self._left = [memoryview(protocol.encode_frame(kind, length, offer)), *payload]
@@ -411,7 +430,7 @@ class _Stream:
         return True
 
     def _sent(self) -> None:
-        self.sending_s = None
+        self._sending_s = None
         self._release()
 
     def _release(self) -> None:

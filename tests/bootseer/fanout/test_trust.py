@@ -1,6 +1,7 @@
 """Hostile, slow or silent members, and strangers: every node gets all bytes, and none is wrong."""
 
 import contextlib
+import itertools
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from bootseer.fanout import protocol
+from bootseer.fanout.exchange import Exchange
 from bootseer.fanout.protocol import (
     ASK,
+    BEAT,
+    BUSY,
     CHUNK,
     DOCUMENT,
     FEED,
@@ -26,6 +30,7 @@ from tests.bootseer.fanout.nodes import (
     Act,
     Content,
     FanoutJob,
+    Gate,
     introduce,
     member,
     offer_of,
@@ -237,6 +242,83 @@ def test_strangers_take_no_places_of_members(job: FanoutJob) -> None:
         for _ in range(70):
             stack.enter_context(socket.create_connection(job.addresses[1], 10))
         assert introduces(job.addresses[1])
+
+
+def test_streams_that_want_nothing_give_their_places_up(job: FanoutJob) -> None:
+    """A member that claims to have more than its source is sent nothing, for ever."""
+    source = 1
+    child = Trees(NODES).children(0, source)[0]
+    content = Content(40)
+    content.before = gate = Gate(20)
+    job.start(source)
+    job.join(content)
+
+    def kind_of_answer(sock: socket.socket, request: Request) -> int:
+        sock.sendall(request.encode())
+        head = take(sock, protocol.FRAME_BYTES)
+        return protocol.decode_frame(memoryview(head), source, NODES).kind
+
+    def is_fed() -> bool:
+        with introduce(job.addresses[source], source) as sock:
+            request = Request(FEED, 0, 0, content.name, needs_list=True)
+            return kind_of_answer(sock, request) != BUSY
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(gate.open)
+        idle = [
+            stack.enter_context(introduce(job.addresses[source], source, child=child))
+            for _ in range(5)
+        ]
+        for sock in idle:
+            assert kind_of_answer(sock, Request(FEED, 0, 1000, content.name)) == BEAT
+        wait_for(is_fed, "a place", timeout_s=20)
+        # The oldest one has made room.
+        idle[0].settimeout(20)
+        while idle[0].recv(1 << 16):
+            pass
+
+
+class _NeighboursListener(socket.socket):
+    """Listener whose connections seem to come from addresses that it is given."""
+
+    def __init__(self, addresses: Iterator[str]) -> None:
+        super().__init__(socket.AF_INET, socket.SOCK_STREAM)
+        self.bind(("127.0.0.1", 0))
+        self.listen(256)
+        self._addresses = addresses
+
+    def accept(self) -> tuple[socket.socket, tuple[str, int, int, int]]:
+        return super().accept()[0], (next(self._addresses), 1, 0, 0)
+
+
+def is_oldest_hung_up_on(place: tuple[str, int]) -> bool:
+    """Return whether the first one of 65 strangers makes room for the last one."""
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(place, 10)) for _ in range(65)]
+        assert introduces(place)
+        strangers[0].setblocking(False)
+        try:
+            return strangers[0].recv(1) == b""
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+
+
+@pytest.mark.parametrize(
+    ("address", "is_one_network"),
+    [("2001:db8::{:x}", True), ("2001:db8:0:{:x}::1", False), ("::ffff:a00:{:x}", False)],
+)
+def test_strangers_of_one_network_are_few(address: str, is_one_network: bool) -> None:
+    """A machine may have all 2^64 addresses of an IPv6 network, and members many neighbours."""
+    listener = _NeighboursListener(address.format(n) for n in itertools.count(1))
+    place = listener.getsockname()
+    with Exchange([place] * 2, 1, KEY, listener=listener), contextlib.ExitStack() as stack:
+        members = [stack.enter_context(introduce(place, 1)) for _ in range(70)]
+        wait_for(lambda: is_oldest_hung_up_on(place) == is_one_network, "the end of strangers")
+        for sock in members:
+            sock.sendall(Request(ASK, 0, 0, bytes(32)).encode())
+            assert take(sock, protocol.OFFER_BYTES)
 
 
 def test_questions_that_come_together_are_answered_in_their_order(job: FanoutJob) -> None:
