@@ -185,6 +185,8 @@ _VERBS_ALONE = {
     "twine": "upload check",
     "rclone": "copy sync config",
 }
+# Verbs whose options have logins.
+_LOGIN_VERBS = _set("publish login upload auth")
 _PYTHON_FLAGS = _set("-I -E -s -S -u -B -O -OO -b -bb -q -v -V --version -P -i")
 _TOOLS: dict[str, _Tool] = {
     "pip": _PIP,
@@ -551,11 +553,14 @@ class _Reader:
         while at < len(words):
             word = words[at]
             value = word.value or ""
-            if value.startswith("-"):
-                self._option(word, _Tool(flags=wrapper.values))
-                if value in wrapper.values and at + 1 < len(words):
+            if value in wrapper.values:
+                if at + 1 < len(words):
                     at += 1
                     self._number_or_other(words[at])
+            elif value.startswith("-"):
+                # Values of single letters may be letters of others: the user of `sudo -uhugh`.
+                names = {name for name in wrapper.values if name.startswith("--")}
+                self._option(word, _Tool(flags=frozenset(names)))
             elif own_count:
                 own_count -= 1
                 self._number_or_other(word)
@@ -649,6 +654,9 @@ class _Reader:
 
     def _tool(self, name: str, words: Sequence[_Word]) -> None:
         tool = _TOOLS.get(name, _NOTHING)
+        if any(word.value in _LOGIN_VERBS for word in words):
+            # There, -u and -p are a user and a password; elsewhere, a Python or a package.
+            tool = tool._replace(values=frozenset())
         verbs: set[str] = set()
         is_value = is_shown_value = is_behind_verbs = False
         for at, word in enumerate(words):

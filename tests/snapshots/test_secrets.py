@@ -120,6 +120,7 @@ def test_ordinary_scripts_stay_readable(text: str) -> None:
         ("pip install --new-option SECRET x", "pip install *** *** x"),
         ("export HF_TOKEN=SECRET; pip install x", "export HF_TOKEN=***; pip install x"),
         ("echo SECRET | docker login --password-stdin", "echo *** | docker login --password-stdin"),
+        ("sudo -uhugh -n pip install x", "sudo *** -n pip install x"),
         ("tool SECRET; uv sync # SECRET", "*** ***; uv sync ***"),
         ("cat > x <<EOF\nSECRET\nEOF\nuv sync", "cat > x <<EOF\n***EOF\nuv sync"),
     ],
