@@ -810,10 +810,12 @@ class OpenFiles:
         with self._lock:
             handles = list(self._nodes.handles.values())
         for handle in handles:
-            writer = handle.writer
-            if writer is not None and writer.needs_publishing:
-                self.unwritten.append(writer.path)
-                _log.error("%s was still being written: nothing of it is kept", writer.path)
+            # The release of a file whose process was killed may be missing, because the kernel
+            # drops what the server has not read at the unmount; but the kill has ended the file.
+            if handle.is_due:
+                assert handle.writer is not None
+                self.unwritten.append(handle.writer.path)
+                _log.error("%s was still being written: nothing of it is kept", handle.writer.path)
         return handles
 
     def close_all(self, handles: Iterable[Handle]) -> None:

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from bootseer.fuse.kernel.operations import ROOT_NODE, Caller, SetAttributes
 from bootseer.fuse.striped.layout import PARTS_FOLDER
+from bootseer.linux.processes import wait_for_exit
 from bootseer.store.backend import FileInfo
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
@@ -301,6 +303,19 @@ def test_a_file_that_was_closed_just_before_the_unmount_is_there(one: Driver, tw
     one.fs.destroyed()
     assert one.fs.files.unwritten == []
     assert (two.read("made"), two.read("emptied")) == (b"", b"")
+
+
+def test_an_unmount_names_no_file_whose_process_was_killed_before(one: Driver) -> None:
+    """Regression: whether it named the file depended on whether its release was read in time."""
+    file = one.open("f", os.O_WRONLY | os.O_CREAT)
+    one.pwrite(file, 0, NEW)
+    with subprocess.Popen(["sleep", "600"]) as killed:
+        killed.kill()
+        assert wait_for_exit(killed.pid, 60)
+        one.fs.flush(Caller(0, 0, killed.pid), *file)
+    one.fs.all_closed()
+    one.fs.destroyed()
+    assert one.fs.files.unwritten == []
 
 
 def test_a_file_that_was_emptied_twice_and_removed_is_empty_for_who_emptied_it(one: Driver) -> None:
