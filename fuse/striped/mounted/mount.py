@@ -17,10 +17,12 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.base.redact import public_url
 from bootseer.base.urls import absolute_url
 from bootseer.errors import (
+    BootseerError,
     BusyError,
     DeadlineError,
     InvalidInputError,
@@ -43,7 +45,7 @@ from bootseer.served.service import (
     read_state,
     remove_service_dir,
     take_lock,
-    wait_released,
+    write_state,
 )
 from bootseer.served.users import join
 from bootseer.settings.config import Settings
@@ -299,13 +301,21 @@ def unmount_checkpoints(
         for process in known.state.processes:
             end_process(process)
     ended = read_state(known.folder)
-    # A killed process may hold the folder's lock for a moment after it has ended.
-    wait_released(known.folder, _RELEASED_S)
-    with contextlib.suppress(OSError):
-        lock = take_lock(known.folder, create=False)
+    lost = ended.unwritten if ended is not None else ()
+    try:
+        # A killed process may hold the folder's lock for a moment after it has ended.
+        lock = take_lock(known.folder, _RELEASED_S, create=False)
+    except TimeoutError:
+        if ended is not None and lost:
+            # The caller says what was lost; without that, the next server removes the folder.
+            with contextlib.suppress(BootseerError):
+                write_state(known.folder, replace(ended, unwritten=()))
+    except OSError:
+        pass  # The server has removed its folder.
+    else:
         remove_service_dir(known.folder)
         os.close(lock)
-    return ended.unwritten if ended is not None else ()
+    return lost
 
 
 # ---- mount points ----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from bootseer.fuse.striped.mounted.mount import (
 )
 from bootseer.fuse.striped.tools.copy import copy_in, copy_out, open_storage
 from bootseer.linux.processes import ProcessId, start_time
-from bootseer.served.service import services_dir
+from bootseer.served.service import lock_new, services_dir
 from bootseer.store import open_backend
 from bootseer.store.local.backend import LocalBackend
 from testbed.mounts.fuse_mount import abort, check_python, mounted, run
@@ -123,6 +123,23 @@ def test_a_mount_in_the_foreground_fails_where_files_were_not_finished(
             server.kill()
             run(["umount", "-l", mountpoint])
     assert_only_the_old_file(tmp_path, url)
+
+
+def test_an_unmount_that_finds_the_ended_server_locked_leaves_it_to_the_next_one(
+    tmp_path: Path, mountpoint: Path, local_url: str
+) -> None:
+    """The folder stayed for an hour, although its list of lost files had been read."""
+    with checkpoints(tmp_path, mountpoint, local_url) as mount:
+        writer = start_slow_writer(mountpoint)
+        # As if a process of the server held the lock for longer than any wait.
+        (mount.state_dir / "lock").unlink()
+        lock = lock_new(mount.state_dir)
+        assert sorted(mount.close(0.5)) == ["new", "old"]
+        end(writer)
+        assert mount.state_dir.exists()
+        os.close(lock)
+    with checkpoints(tmp_path, mountpoint, local_url) as mount:
+        assert list(services_dir(mount.run_dir).iterdir()) == [mount.state_dir]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
