@@ -6,6 +6,9 @@ worker dies, another one takes over and makes the kernel repeat the requests wit
 workers keep dying, the connection is aborted, so that readers get an error and do not hang. If the
 supervisor itself is killed, the worker serves on until the mount is unmounted.
 
+After a stop signal the mount leaves its path at once, and programs have `MountOptions.shutdown_s`
+to close their open files. A worker that dies in this time is replaced as well, so that they can.
+
 A worker that runs but does not answer (stopped, or frozen with its cgroup; see `heartbeat`) gets
 SIGCONT; if that does not help it is killed and replaced like one that died. If the supervisor is
 stopped or frozen as well, readers wait until both go on, or until the kernel gives up
@@ -26,6 +29,7 @@ Only this module forks. The supervisor stays single-threaded, and imports nothin
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import time
@@ -36,6 +40,7 @@ from types import FrameType
 from typing import NoReturn
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, InvalidInputError, UnavailableError
 from bootseer.fuse.kernel import control
@@ -202,7 +207,11 @@ class _Supervisor(Struct):
     report: Report | None
     answer: Callable[[], Struct]
     stop_grace_s: float
+    worker: int = -1
+    """Process id of the worker; -1: none, or it was reaped."""
     heartbeat: Heartbeat | None = None
+    drained_s: float = math.inf
+    """Monotonic time at which files that are still open are given up; none before a stop signal."""
     dying: set[int] = field(default_factory=set)
     """Workers that were killed and have not ended yet."""
 
@@ -211,15 +220,14 @@ class _Supervisor(Struct):
 
         On any other exit the FUSE connection is aborted, so that no reader waits.
         """
-        worker = -1
         try:
-            worker, ready = self._start(resend=is_taken_over)
+            ready = self._start(resend=is_taken_over)
             if is_taken_over:
                 # Do not wait for it: the mount is in use, and a worker that fails is replaced.
                 os.close(ready)
             elif not self._await_ready(ready):
                 # The worker has served nobody, and may be waiting for a silent storage.
-                os.kill(worker, signal.SIGKILL)
+                os.kill(self.worker, signal.SIGKILL)
                 return
             if self.report is not None and not self.report.ready(self.answer()):
                 path = self.attached.path
@@ -227,27 +235,23 @@ class _Supervisor(Struct):
                     f"the process that asked for the mount on {path} does not wait for it any more"
                 )
             on_ready()
-            while True:
-                if self._await_death(worker):
+            while self._await_death(self.stop):
+                if (code := self._reap()) == 0:
                     return
-                code = reap(worker, _STUCK_S)
-                if code is None:
-                    self.dying.add(worker)
-                    code = -signal.SIGKILL
-                worker = -1
-                if code == 0:
-                    return
-                worker = self._replace(code)
+                self._replace(code)
+            self._end_worker(replaces=True)
         finally:
-            self._clean_up(worker)
+            self._clean_up()
 
-    def _start(self, *, resend: bool) -> tuple[int, int]:
-        """Fork a worker. Return its pid, and a pipe on which it reports that it serves."""
+    def _start(self, *, resend: bool) -> int:
+        """Fork a worker. Return a pipe on which it reports that it serves."""
         ready, tell = os.pipe2(os.O_CLOEXEC)
         silence_s = self.options.worker_silence_s
         if not self.attached.connection.resend:
             silence_s *= _CANNOT_REPLACE_FACTOR
         heartbeat = Heartbeat(max(_READY_DEADLINE_S, silence_s), silence_s)
+        left_s = max(0.0, self.drained_s - time.monotonic())
+        options = replace(self.options, shutdown_s=min(self.options.shutdown_s, left_s))
         # Until the worker has handlers of its own, a signal would run this process's in the worker.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -255,7 +259,7 @@ class _Supervisor(Struct):
             if pid == 0:
                 _run_worker(
                     self.factory,
-                    self.options,
+                    options,
                     self.attached,
                     self.report,
                     tell,
@@ -264,12 +268,13 @@ class _Supervisor(Struct):
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        self.worker = pid
         os.close(tell)
         heartbeat.start_asking()
         if self.heartbeat is not None:
             self.heartbeat.close()
         self.heartbeat = heartbeat
-        return pid, ready
+        return ready
 
     def _await_ready(self, ready: int) -> bool:
         """Wait until the first worker serves; return early if the mount is not wanted any more.
@@ -300,21 +305,34 @@ class _Supervisor(Struct):
             )
         raise UnavailableError(f"the file system on {path} failed to start; its log says why")
 
-    def _await_death(self, worker: int) -> bool:
-        """Wait until the worker ends (return False) or a stop signal comes (return True)."""
+    def _await_death(self, stop: StopSignal | None, limit_s: float = math.inf) -> bool:
+        """Wait until the worker ends. Return False if `stop` or `limit_s` comes before."""
+        worker = self.worker
         assert self.heartbeat is not None
         pidfd = os.pidfd_open(worker)
+        watched = [pidfd] if stop is None else [pidfd, stop.fileno()]
         try:
-            readable: list[int] = []
             # This is the life of the mount.
-            while not readable and not is_stuck(worker):
-                readable = wait_readable([pidfd, self.stop.fileno()], self.heartbeat.check_s)
+            while not is_stuck(worker):
+                left_s = limit_s - time.monotonic()
+                readable = wait_readable(watched, min(self.heartbeat.check_s, max(0.0, left_s)))
                 _reap_ended(self.dying)
-                if not readable and not self._tolerate(worker, self.heartbeat.check()):
+                if readable or left_s <= 0:
+                    return pidfd in readable
+                if not self._tolerate(worker, self.heartbeat.check()):
                     break
         finally:
             os.close(pidfd)
-        return self.stop.fileno() in readable and pidfd not in readable
+        return True
+
+    def _reap(self) -> int:
+        """Reap the worker, which has ended or was killed, and return its exit code."""
+        worker, self.worker = self.worker, -1
+        code = reap(worker, _STUCK_S)
+        if code is None:
+            self.dying.add(worker)
+            return -signal.SIGKILL
+        return code
 
     def _tolerate(self, worker: int, silence: float) -> bool:
         """Act on a worker's silence. Return False if the worker was killed for it."""
@@ -329,14 +347,13 @@ class _Supervisor(Struct):
             os.kill(worker, signal.SIGCONT)
         return True
 
-    def _replace(self, code: int) -> int:
-        """Start the successor of a worker that died, and return its pid."""
+    def _replace(self, code: int) -> None:
+        """Start the successor of a worker that died. Raises: UnavailableError."""
         path = self.attached.path
         if code == HANDED_OVER and self.hand_over is not None:
             self._try_to_hand_over(self.hand_over)
-            worker, ready = self._start(resend=True)
-            os.close(ready)
-            return worker
+            os.close(self._start(resend=True))
+            return
         if not self.attached.connection.resend:
             raise UnavailableError(
                 f"the process that served {path} died ({_describe_exit(code)}), and this kernel "
@@ -352,30 +369,42 @@ class _Supervisor(Struct):
             # Also after a stop signal: open files work until they are closed, but not without a
             # worker.
             wait_readable([self.stop.fileno()], pause_s)
-        worker, ready = self._start(resend=True)
-        os.close(ready)
-        return worker
+        os.close(self._start(resend=True))
 
     def _try_to_hand_over(self, hand_over: Callable[[Attached], None]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            hand_over(self.attached)
+            # The newer program would not know of a stop signal that came before.
+            if not wait_readable([self.stop.fileno()], 0.0):
+                hand_over(self.attached)
         except Exception:
             log.exception("cannot hand %s over to newer code: serving on", self.attached.path)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
-    def _clean_up(self, worker: int) -> None:
+    def _end_worker(self, *, replaces: bool) -> None:
+        """Ask the worker to end, and kill it if it does not end in time.
+
+        With `replaces`, a worker that dies while files are open has a successor, which ends like
+        it. Raises: UnavailableError.
+        """
+        path = self.attached.path
+        self.drained_s = min(self.drained_s, time.monotonic() + self.options.shutdown_s)
+        while self.worker >= 0:
+            os.kill(self.worker, signal.SIGTERM)
+            os.kill(self.worker, signal.SIGCONT)  # a stopped process does not handle SIGTERM
+            if not self._await_death(None, self.drained_s + self.stop_grace_s):
+                log.warning("the process that serves %s does not end: killing it", path)
+                os.kill(self.worker, signal.SIGKILL)
+            # Go on even if it cannot end: readers wait for the end of the connection.
+            code = self._reap()
+            if code != 0 and replaces and time.monotonic() < self.drained_s:
+                self._replace(code)
+
+    def _clean_up(self) -> None:
         """End the worker and the connection, so that no reader is left waiting."""
         attached = self.attached
-        if worker >= 0:
-            os.kill(worker, signal.SIGTERM)
-            os.kill(worker, signal.SIGCONT)  # a stopped process does not handle SIGTERM
-        if worker >= 0 and reap(worker, self.options.shutdown_s + self.stop_grace_s) is None:
-            log.warning("the process that serves %s does not end: killing it", attached.path)
-            os.kill(worker, signal.SIGKILL)
-            # Go on even if it cannot end: readers wait for the end of the connection.
-            reap(worker, _STUCK_S)
+        self._end_worker(replaces=False)
         if attached.is_mounted():
             abort_connection(attached.device_minor, attached.path)
             detach(attached.path, lazy=True)

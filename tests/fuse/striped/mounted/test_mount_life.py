@@ -171,13 +171,23 @@ def test_sigterm_unmounts(tmp_path: Path, mountpoint: Path, local_url: str) -> N
         assert not os.path.ismount(mountpoint)
 
 
+@pytest.mark.parametrize(
+    "kills_the_worker", [False, pytest.param(True, marks=pytest.mark.needs(linux=(6, 9)))]
+)
 def test_a_save_that_does_not_end_after_sigterm_leaves_the_old_file(
-    tmp_path: Path, mountpoint: Path, local_url: str
+    tmp_path: Path, mountpoint: Path, local_url: str, kills_the_worker: bool
 ) -> None:
-    with checkpoints(tmp_path, mountpoint, local_url, shutdown_s=0.5) as mount:
+    shutdown_s = 4.0 if kills_the_worker else 0.5
+    with checkpoints(tmp_path, mountpoint, local_url, shutdown_s=shutdown_s) as mount:
         writer = start_slow_writer(mountpoint)
-        pid = mount.pid
+        pid, worker_pid = mount.pid, mount.worker_pid
+        assert pid
+        assert worker_pid
         os.kill(pid, signal.SIGTERM)
+        if kills_the_worker:
+            wait_for(lambda: not os.path.ismount(mountpoint), "the unmount")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker_pid, signal.SIGKILL)
         wait_until_gone(pid)
         assert not os.path.ismount(mountpoint)
         end(writer)

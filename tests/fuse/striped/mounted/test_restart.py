@@ -13,11 +13,14 @@ import pytest
 from bootseer.errors import BusyError, NotFoundError
 from bootseer.fuse.striped.mounted.mount import MountedCheckpoints, restart_checkpoints
 from bootseer.fuse.striped.mounted.status import mount_status
+from bootseer.fuse.striped.tools.copy import copy_out, open_storage
+from bootseer.linux.processes import start_time
 from testbed.mounts.fuse_mount import run
 from testbed.waiting import wait_for
-from tests.fuse.striped.support.mounting import checkpoints, end, shell
+from tests.fuse.striped.support.mounting import checkpoints, end, settings_in, shell
 
 BIG = 20_000_000
+SAVED = b"saved" * 2_000_000
 
 # From 6.9 on, the kernel can resend a mount's requests to another process.
 pytestmark = [pytest.mark.needs("fuse"), pytest.mark.needs(linux=(6, 9))]
@@ -26,8 +29,9 @@ pytestmark = [pytest.mark.needs("fuse"), pytest.mark.needs(linux=(6, 9))]
 def kill_the_worker(mount: MountedCheckpoints) -> None:
     """Kill the worker and wait until another one answers."""
     before = mount.worker_pid
+    assert before, "the mount has ended"
     os.kill(before, signal.SIGKILL)
-    wait_for(lambda: mount.worker_pid != before, "another worker")
+    wait_for(lambda: mount.worker_pid not in (0, before), "another worker")
 
 
 def test_a_restart_waits_for_a_writer_whose_file_was_removed(
@@ -200,6 +204,60 @@ def test_a_worker_that_ends_in_a_save_fails_that_file_alone(
             writer.wait(60)
         shell("cp {d}/old {d}/again; cmp {d}/old {d}/again", d=mountpoint)
         assert mount.close() == ()
+
+
+SAVER = """
+import os, sys
+folder = os.open(sys.argv[1], os.O_RDONLY)
+begun = os.open("begun", os.O_WRONLY | os.O_CREAT, dir_fd=folder)
+log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, dir_fd=folder)
+os.write(log, b"before\\n")
+os.fsync(log)
+print("open", flush=True)
+sys.stdin.readline()
+later = os.open("later", os.O_WRONLY | os.O_CREAT, dir_fd=folder)
+for file in (begun, later):
+    os.write(file, b"saved" * 2_000_000)
+os.write(log, b"after\\n")
+for file in (begun, later, log, folder):
+    os.close(file)
+print("saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "restarted"])
+def test_a_save_goes_on_when_a_worker_ends_after_sigterm(
+    tmp_path: Path, mountpoint: Path, local_url: str, how: str
+) -> None:
+    """The supervisor ended the mount with the worker: what was not written yet was lost."""
+    with checkpoints(tmp_path, mountpoint, local_url) as mount:
+        pid = mount.pid
+        saver = subprocess.Popen(
+            [sys.executable, "-c", SAVER, str(mountpoint)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert saver.stdout is not None
+            assert saver.stdout.readline() == "open\n"
+            os.kill(pid, signal.SIGTERM)
+            wait_for(lambda: not os.path.ismount(mountpoint), "the unmount")
+            for _ in range(2):
+                if how == "killed":
+                    kill_the_worker(mount)
+                else:
+                    restart_checkpoints(mount.run_dir, mountpoint, timeout_s=60.0)
+            out, _ = saver.communicate("\n", 60)
+            assert out == "saved\n"
+        finally:
+            saver.kill()
+            saver.wait(60)
+        wait_for(lambda: not start_time(pid), "the server's end")
+    with open_storage(settings_in(tmp_path), local_url) as storage:
+        for name, content in (("begun", SAVED), ("later", SAVED), ("log", b"before\nafter\n")):
+            copy_out(storage, name, tmp_path / name)
+            assert (tmp_path / name).read_bytes() == content
 
 
 def test_restart_with_newer_code_under_load(
