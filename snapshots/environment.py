@@ -34,6 +34,7 @@ from msgspec.structs import replace
 
 from bootseer.base.display import format_age
 from bootseer.base.documents import ReadableStore
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import (
     BootseerError,
     BusyError,
@@ -430,14 +431,14 @@ class _SetUp:
                 self.report(f"warning: the set-up ran but was not stored: {error.__cause__}")
                 return self._note_users(self._result("ran", setup_s=error.setup_s))
             except Exception as error:
-                reason = _reason_of(error)
-            return self._note_users(self.ordinary(reason))
+                reason, warning = _reason_of(error), WAIT_BUDGET.warning(error)
+            return self._note_users(self.ordinary(reason, warning))
 
-    def ordinary(self, reason: str) -> SetupResult:
-        """Run the command as without Bootseer."""
+    def ordinary(self, reason: str, warning: str = "warning: ") -> SetupResult:
+        """Run the command as without Bootseer. `warning`: see `WaitBudget.warning`."""
         self._end_waiting()
         self._leave_to_others()
-        self.report(f"warning: running the set-up without a snapshot: {reason}")
+        self.report(f"{warning}running the set-up without a snapshot: {reason}")
         self._settle()
         self._end_server()
         return self._result("ran", setup_s=_run_command(self.request, self.locks))

@@ -40,7 +40,7 @@ from urllib3 import exceptions
 
 from bootseer.base.closing import Closing
 from bootseer.base.requests import HTTP, count_request
-from bootseer.base.wait_budget import WaitBudget
+from bootseer.base.wait_budget import RefusedError, WaitBudget
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -444,10 +444,7 @@ class Transport(Closing):
         manager = self._manager(parts.scheme, parts.hostname or "")
         left_s = self._wait_budget.left_s
         if left_s <= 0:
-            raise DeadlineError(
-                f"{server} was not asked: no answer within {self._wait_budget.limit_s:g} s, in "
-                "earlier calls"
-            )
+            raise self._wait_budget.error(f"{server} was not asked: ")
         began_s = time.monotonic()
         count_request(HTTP)
         try:
@@ -469,6 +466,7 @@ class Transport(Closing):
         except (exceptions.HTTPError, OSError, ValueError) as error:
             self._wait_budget.spend(time.monotonic() - began_s)
             raise _error(error, server, self._server.ca_advice) from error
+        self._wait_budget.answered()
         return Response(raw, url, self._wait_budget)
 
     def follow(
@@ -626,7 +624,7 @@ def _error(error: BaseException, server: str, ca_advice: str = "") -> BootseerEr
     ):
         return DeadlineError(f"{server} does not answer in time")
     cause: BaseException | None = error
-    reason = ""
+    reason, kind = "", UnavailableError
     while cause is not None and not reason:
         if isinstance(cause, BootseerError):
             return cause
@@ -637,10 +635,11 @@ def _error(error: BaseException, server: str, ca_advice: str = "") -> BootseerEr
             )
         if isinstance(cause, OSError) and cause.strerror:
             reason = cause.strerror
+            kind = RefusedError if isinstance(cause, ConnectionRefusedError) else kind
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, exceptions.ProtocolError) and not reason:
         reason = "it closed the connection"
-    return UnavailableError(f"cannot talk to {server}: {reason or type(error).__name__}")
+    return kind(f"cannot talk to {server}: {reason or type(error).__name__}")
 
 
 def retry_after_s(header: str | None, now: datetime) -> float:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from msgspec.structs import replace
 
 from bootseer import loaded_ns
-from bootseer.base.wait_budget import WAIT_BUDGET
+from bootseer.base.wait_budget import WAIT_BUDGET, first_answer_s
 from bootseer.launch.attendant import Attendant
 from bootseer.launch.checkpoints import CheckpointMounts
 from bootseer.launch.job import Job, Say, setup_command
@@ -48,8 +48,10 @@ def launch(settings: Settings, job: Job, say: Say) -> NoReturn:
     setups = [setup_command(line) for line in job.setups]
     try:
         with StopSignals():
-            # A silent store costs the whole start one deadline, not one deadline per stage.
-            WAIT_BUDGET.limit(settings.deadline_s)
+            # A store that is away, or falls silent, costs the whole start one wait, not one for
+            # each stage.
+            deadline_s = settings.deadline_s
+            WAIT_BUDGET.limit(deadline_s, first_answer_s=first_answer_s(deadline_s))
             _start(settings, job, setups, say)
     except StartStoppedError as stopped:
         say(f"the start was {stopped}")
@@ -60,7 +62,7 @@ def _start(settings: Settings, job: Job, setups: list[list[str]], say: Say) -> N
     # The secret is for the launcher: the command's environment must not have it.
     secret = os.environ.pop(FANOUT_KEY, "")
     if not settings.submission:
-        settings = replace(settings, submission=choose_submission(settings, job.command))
+        settings = replace(settings, submission=choose_submission(settings, job.command, say))
     timeline = Timeline.start(
         settings.timeline_dir,
         job=settings.job,

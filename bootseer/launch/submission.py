@@ -11,10 +11,12 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from bootseer.base.redact import public_url
 from bootseer.base.short_digest import short_digest
 from bootseer.base.wait_budget import WAIT_BUDGET
+from bootseer.errors import DeadlineError
 from bootseer.linux.locks import lock_file
 from bootseer.linux.private_files import open_private_directory
 from bootseer.linux.processes import run_forked
@@ -25,8 +27,14 @@ _log = logging.getLogger(__name__)
 
 # A node that begins later than this after the first one belongs to another submission.
 _TOGETHER_S = 600.0
-# A start that has no answer after this goes on without a submission.
-_DEADLINE_S = 3.0
+# Longest wait for the lock of the folder of timelines.
+_LOCK_S = 3.0
+# Longest time that the store may take for the whole agreement; for its first answer it has less.
+_STORE_S = 6.0
+# Begins the answer of a copy that found the store away; the reason follows.
+_AWAY = "!"
+# Time in which a copy ends whose requests have reached their limit.
+_ENDING_S = 1.0
 _NAME_LENGTH = 16
 _NAME = r"[0-9a-f]{16}"
 # Options and variables that are equal on all nodes of a job, and rarely equal in two jobs.
@@ -35,10 +43,13 @@ _NODE_SPECIFIC = r"[0-9]+|is_host=\w+"
 _COMMON_VARIABLES = ("PET_RDZV_ID", "MASTER_PORT", "PET_MASTER_PORT")
 
 
-def choose_submission(settings: Settings, command: Sequence[str]) -> str:
+def choose_submission(
+    settings: Settings, command: Sequence[str], say: Callable[[str], None]
+) -> str:
     """Return the submission of this start, equal on all its nodes; empty if they cannot agree.
 
-    Takes a few seconds at most. Never raises.
+    Takes a few seconds at most. Mostly the first request of a start to its store: `say` gets a
+    warning if the store is away. Never raises.
     """
     words = _common_words(command, os.environ)
     if settings.job == DEFAULT_JOB:
@@ -48,7 +59,7 @@ def choose_submission(settings: Settings, command: Sequence[str]) -> str:
     try:
         if is_default_store(settings) or not is_stored(settings):
             return _by_folder(settings, key)
-        return _by_store(settings, key)
+        return _by_store(settings, key, say)
     except Exception as error:
         _log.info("cannot agree with other nodes on a submission: %s", error)
         return ""
@@ -60,7 +71,7 @@ def _by_folder(settings: Settings, key: str) -> str:
     Not by a lease of the store, whose code takes longer to load than all of this.
     """
     os.close(open_private_directory(settings.timeline_dir, [settings.job]))
-    file = lock_file(settings.timeline_dir / settings.job / ".submissions" / key, _DEADLINE_S)
+    file = lock_file(settings.timeline_dir / settings.job / ".submissions" / key, _LOCK_S)
     try:
         found = os.pread(file, _NAME_LENGTH, 0).decode("ascii", "replace")
         # Only the node that chooses writes, so the file's time is that of the choice.
@@ -77,10 +88,11 @@ def _by_folder(settings: Settings, key: str) -> str:
         os.close(file)
 
 
-def _by_store(settings: Settings, key: str) -> str:
+def _by_store(settings: Settings, key: str, say: Callable[[str], None]) -> str:
     """Agree among the nodes that share the store. A copy of this process asks.
 
-    If the store cannot hang, this process asks itself.
+    If the store cannot hang, this process asks itself. A copy that nothing answers ends by the
+    limit for the first answer, and says so: this process then asks the store for nothing else.
 
     Raises: BootseerError.
     """
@@ -91,7 +103,9 @@ def _by_store(settings: Settings, key: str) -> str:
     def is_used(token: str) -> bool:
         return _has_timeline_of(settings, token[:_NAME_LENGTH])
 
-    with contextlib.closing(open_backend(settings.store_url, deadline_s=_DEADLINE_S)) as backend:
+    with contextlib.closing(
+        open_backend(settings.store_url, deadline_s=settings.deadline_s)
+    ) as backend:
 
         def ask() -> str:
             lease = f"leases/starts/{settings.job}/{key}"
@@ -104,16 +118,25 @@ def _by_store(settings: Settings, key: str) -> str:
             try:
                 return ask().encode()
             except Exception as error:
+                if WAIT_BUDGET.is_spent:
+                    return f"{_AWAY}{error}".encode(errors="replace")
                 _log.info("cannot agree with other nodes on a submission: %s", error)
                 return b""
 
         if backend.is_of_this_node:
             return ask()
-        limit_s = min(_DEADLINE_S, WAIT_BUDGET.left_s)
         began_s = time.monotonic()
+        limit_s = max(_STORE_S, WAIT_BUDGET.left_s + _ENDING_S)
         answer = run_forked(ask_in_copy, limit_s).decode()
-        if not answer:
+        if answer.startswith(_AWAY):
             WAIT_BUDGET.spend(time.monotonic() - began_s)
+            WAIT_BUDGET.give_up()
+            url = public_url(settings.store_url)
+            error = DeadlineError(answer.removeprefix(_AWAY))
+            say(f"{WAIT_BUDGET.warning(error)}starting without the store {url}: {error}")
+            return ""
+        if answer:
+            WAIT_BUDGET.answered()
         return answer
 
 

@@ -294,7 +294,7 @@ class RegistryClient(Closing):
         """Name of the repository in messages."""
         self._deadline_s = deadline_s
         self._policy = policy
-        wait_budget = wait_budget or WaitBudget()
+        self._wait_budget = wait_budget = wait_budget or WaitBudget()
         self._sessions = [
             RegistrySession(host, repository, find_login, deadline_s, wait_budget) for host in hosts
         ]
@@ -316,7 +316,7 @@ class RegistryClient(Closing):
         No round over the servers begins later than `more_s` after the deadline. Raises: the error
         of `function`; UnsupportedError if no server has the capability.
         """
-        attempts = Attempts(self._policy, self._deadline_s + more_s)
+        attempts = Attempts(self._policy, self._deadline_s + more_s, wait_budget=self._wait_budget)
         while True:
             try:
                 return self._ask_each(capability, function)

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 from bootseer.base.wait_budget import WAIT_BUDGET
-from bootseer.errors import BootseerError, DeadlineError, UnavailableError
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    DeadlineError,
+    NotFoundError,
+    UnavailableError,
+)
 
 if TYPE_CHECKING:
     import queue
@@ -51,6 +57,7 @@ class Call(Generic[Result]):
     def progress(self) -> None:
         """Report progress, which restarts the caller's deadline."""
         self.progress_count += 1
+        WAIT_BUDGET.answered()
 
     def execute(self) -> None:
         """Run the function; called by a helper thread."""
@@ -64,10 +71,12 @@ class Call(Generic[Result]):
             _HERE.call = None
             self._finished.release()
 
-    def wait(self, timeout_s: float, on_wait: Callable[[], None] | None = None) -> bool:
+    def wait(
+        self, timeout_s: Callable[[], float], on_wait: Callable[[], None] | None = None
+    ) -> bool:
         """Wait for the call, calling `on_wait` now and then; return whether it finished.
 
-        Return False after `timeout_s` without progress.
+        Return False after `timeout_s()` without progress, which may change while this waits.
         """
         seen_count = 0
         while not self._ends_within(timeout_s, on_wait):
@@ -76,14 +85,15 @@ class Call(Generic[Result]):
             seen_count = self.progress_count
         return True
 
-    def _ends_within(self, timeout_s: float, on_wait: Callable[[], None] | None) -> bool:
-        if on_wait is None:
-            return self._finished.acquire(timeout=timeout_s)
-        end_s = time.monotonic() + timeout_s
-        while (left_s := end_s - time.monotonic()) > 0:
+    def _ends_within(
+        self, timeout_s: Callable[[], float], on_wait: Callable[[], None] | None
+    ) -> bool:
+        began_s = time.monotonic()
+        while (left_s := began_s + timeout_s() - time.monotonic()) > 0:
             if self._finished.acquire(timeout=min(left_s, _ON_WAIT_EVERY_S)):
                 return True
-            on_wait()
+            if on_wait is not None and time.monotonic() < began_s + timeout_s():
+                on_wait()
         return self._finished.acquire(blocking=False)
 
     def result(self) -> Result:
@@ -132,31 +142,44 @@ class DeadlineCaller:
                 helper was free for as long. The call itself may still run.
             on_wait: Called every few seconds in the caller's thread.
 
-        Raises: `failure`; UnavailableError if no helper can be started.
+        Raises: `failure`; AwayError if the process may not wait any more (`wait_budget`);
+        UnavailableError if no helper can be started.
         """
-        no_answer = f"cannot {what}: no answer within" if what else "no answer within"
-        timeout_s = min(timeout_s, WAIT_BUDGET.left_s)
-        if timeout_s <= 0:
-            raise failure(f"{no_answer} {WAIT_BUDGET.limit_s:g} s, in earlier calls{hint}")
+        prefix = f"cannot {what}: " if what else ""
+        if WAIT_BUDGET.is_spent:
+            raise WAIT_BUDGET.error(prefix, hint)
         began_s = time.monotonic()
+        waited_s = 0.0
+
+        def longest_wait_s() -> float:
+            nonlocal waited_s
+            # Longer once the storage has answered, for instance to another call.
+            waited_s = min(timeout_s, WAIT_BUDGET.left_s)
+            return waited_s
+
         call: Call[Result] = Call(function)
         self._find_helper()
         self._queue.put(call)  # type: ignore[arg-type]  # the queue never looks at the result
         try:
-            finished = call.wait(timeout_s, on_wait)
+            finished = call.wait(longest_wait_s, on_wait)
         except BaseException:  # KeyboardInterrupt in the waiting thread
             self._abandon(call)
             raise
         if not finished:
             self._abandon(call)
             WAIT_BUDGET.spend(time.monotonic() - began_s)
-            shown_s = round(timeout_s, 1) if timeout_s >= 1 else timeout_s
-            raise failure(f"{no_answer} {shown_s:g} s{hint}")
+            shown_s = round(waited_s, 1) if waited_s >= 1 else waited_s
+            raise failure(f"{prefix}no answer within {shown_s:g} s{hint}")
         try:
-            return call.result()
+            result = call.result()
         except (DeadlineError, UnavailableError):
             WAIT_BUDGET.spend(time.monotonic() - began_s)
             raise
+        except (NotFoundError, AlreadyExistsError):
+            WAIT_BUDGET.answered()
+            raise
+        WAIT_BUDGET.answered()
+        return result
 
     def _find_helper(self) -> None:
         """Count one more call, and start a helper for it unless one is idle.

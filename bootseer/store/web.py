@@ -113,6 +113,9 @@ class WebBackend(Backend):
         response.close()
         raise _refusal(response, what)
 
+    def _attempts(self) -> Attempts:
+        return Attempts(REQUEST, self._deadline_s, wait_budget=WAIT_BUDGET)
+
     # ---- reading ------------------------------------------------------------------------------
 
     def stat(self, path: str) -> FileInfo:
@@ -130,7 +133,7 @@ class WebBackend(Backend):
                     )
                 return FileInfo(path, found.total_bytes, 0, False)
 
-        return Attempts(REQUEST, self._deadline_s).repeat(ask)
+        return self._attempts().repeat(ask)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         check_range(offset, length)
@@ -145,7 +148,7 @@ class WebBackend(Backend):
             with self._get("read", path, offset, end) as found:
                 return b"".join(iter(lambda: found.read(_PIECE_BYTES), b""))
 
-        return Attempts(REQUEST, self._deadline_s).repeat(read)
+        return self._attempts().repeat(read)
 
     def read_into(
         self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
@@ -171,7 +174,7 @@ class WebBackend(Backend):
             with self._open("GET", "list", path, {}, is_folder=True) as response:
                 return response.url, response.read_all(_PAGE_BYTES_MAX, self._deadline_s)
 
-        url, page = Attempts(REQUEST, self._deadline_s).repeat(ask)
+        url, page = self._attempts().repeat(ask)
         prefix = f"{path}/" if path else ""
         names = names_in(page.decode(errors="replace"), url)
         found = [FileInfo(prefix + name, 0, 0, True) for name, is_dir in names.items() if is_dir]

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
+from bootseer.base.wait_budget import AwayError, RefusedError, WaitBudget
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -43,7 +44,7 @@ _TRANSIENT_ERRNOS = frozenset(
 
 def is_retryable(error: BaseException) -> bool:
     """Return whether the same read may succeed a little later."""
-    if isinstance(error, (FileNotFoundError, PermissionError)):
+    if isinstance(error, (FileNotFoundError, PermissionError, AwayError)):
         return False
     if isinstance(error, (CorruptError, ConnectionError, TimeoutError)):
         return True
@@ -137,12 +138,24 @@ class Attempts:
         policy: Policy = REQUEST,
         deadline_s: float = math.inf,
         *,
+        wait_budget: WaitBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
         dice: Callable[[], float] = dice,
     ) -> None:
-        """`deadline_s`: no attempt begins later than this after now or after the last progress."""
+        """Begin attempts.
+
+        Args:
+            policy: Number of attempts, and the waits between them.
+            deadline_s: No attempt begins later than this after now or after the last progress.
+            wait_budget: Budget of the process, for requests to its store. It ends the attempts
+                when it is spent, and sooner where nobody takes connections; the last of those
+                attempts spends it.
+            clock: Monotonic clock.
+            dice: Random numbers in [0, 1).
+        """
         self._policy = policy
         self._deadline_s = deadline_s
+        self._wait_budget = wait_budget
         self._clock = clock
         self._dice = dice
         self._ends_s = clock() + deadline_s
@@ -162,7 +175,14 @@ class Attempts:
     def pause_s(self, error: BaseException) -> float | None:
         """Return the wait after an attempt that failed with `error`; None if it was the last."""
         self.failures_count += 1
-        return self._policy.pause_s(error, self.failures_count, self.left_s, self._dice())
+        left_s, budget = self.left_s, self._wait_budget
+        is_refused = isinstance(error, RefusedError)
+        if budget is not None:
+            left_s = min(left_s, budget.refused_left_s() if is_refused else budget.left_s)
+        pause_s = self._policy.pause_s(error, self.failures_count, left_s, self._dice())
+        if budget is not None and is_refused and pause_s is None:
+            budget.give_up()
+        return pause_s
 
     def wait(self, error: BaseException) -> None:
         """Sleep until the next attempt, after one that failed with `error`.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -64,28 +65,42 @@ def resolve_image(
 def image_by_name(settings: Settings, name: str, say: Say) -> FoundImage:
     """Find the image called `name` in the store, or on this node if the store fails.
 
+    If only the store can have the image, a start waits for the store's first answer as long as for
+    any other.
+
     Raises: NotFoundError, InvalidInputError; the store's error if this node does not know the image
     either.
     """
     check_reference(name)
     catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
-    try:
-        with open_own_store(settings) as store:
-            return _image_in_store(settings, catalogue, store, name, say)
-    except InvalidInputError:
-        raise
-    except (BootseerError, OSError) as error:
-        known = catalogue.find_image(name)
-        is_missing = isinstance(error, NotFoundError)
-        # The store lacks an image that this node pulled and has not published yet.
-        if known is None or (is_missing and known.is_published):
+    while True:
+        try:
+            with open_own_store(settings) as store:
+                return _image_in_store(settings, catalogue, store, name, say)
+        except InvalidInputError:
             raise
-        found = image_on_node(settings, known, whole=False)
-        if found is None:
-            raise
-        if not is_missing:
-            say(f"warning: starting image {name} with what this node has of it: {error}")
-        return found
+        except (BootseerError, OSError) as error:
+            found = _known_image(settings, catalogue, name, error)
+            if found is None:
+                if not WAIT_BUDGET.wait_longer():
+                    raise
+                say(f"waiting for the store, since nothing else has image {name}: {error}")
+                continue
+            if not isinstance(error, NotFoundError):
+                warning = WAIT_BUDGET.warning(error)
+                say(f"{warning}starting image {name} with what this node has of it: {error}")
+            return found
+
+
+def _known_image(
+    settings: Settings, catalogue: NodeCatalogue, name: str, error: Exception
+) -> FoundImage | None:
+    """Return the image called `name` from this node, for which the store failed with `error`."""
+    known = catalogue.find_image(name)
+    # The store lacks an image that this node pulled and has not published yet.
+    if known is None or (isinstance(error, NotFoundError) and known.is_published):
+        return None
+    return image_on_node(settings, known, whole=False)
 
 
 def _image_in_store(

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from bootseer.base.content_digest import ContentHasher
 from bootseer.base.parallel import StoppableProgress, map_in_threads
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.blob.index import decode, encode
 from bootseer.errors import (
     BootseerError,
@@ -140,7 +141,7 @@ class _SourceResolver:
         self._warn_of_store(error)
 
     def _warn_of_store(self, error: Exception) -> None:
-        self._say(f"warning: starting without the shared store: {error}")
+        self._say(f"{WAIT_BUDGET.warning(error)}starting without the shared store: {error}")
 
     # ---- images that need not be pulled -------------------------------------------------------
 

@@ -129,7 +129,8 @@ def _restore_all(
             except (BootseerError, OSError) as error:
                 # The store has failed: do not let each other cache wait for it again.
                 reason = str(error)
-                say(f"warning: the kept cache {cache.name} is not used: {error}")
+                warning = WAIT_BUDGET.warning(error)
+                say(f"{warning}the kept cache {cache.name} is not used: {error}")
             if not cache.is_ours or cache.folder.is_dir():
                 found.append((KeptCache(cache, is_damaged), result))
     return found

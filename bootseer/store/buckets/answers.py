@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from msgspec import Struct
 
 from bootseer.base.redact import redact
+from bootseer.base.wait_budget import RefusedError
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -177,5 +178,7 @@ def translate(error: BaseException, what: str, bucket: str) -> BootseerError:
     if _TIMED_OUT.search(text):
         return DeadlineError(f"cannot {where}: no answer in time")
     reason = _REASON.search(text)
+    if reason and reason[0] == "Connection refused":
+        return RefusedError(f"cannot {where}: {reason[0]}")
     first = redact(text.partition("\n")[0])[:300]
     return UnavailableError(f"cannot {where}: {reason[0] if reason else first}")

@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 
 from bootseer.base.redact import public_url
 from bootseer.base.requests import BUCKET, count_request
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -181,13 +182,15 @@ class BucketBackend(Backend):
         limit_s = self._deadline_s + size_bytes / SLOWEST_BYTES_PER_S
 
         def guarded(call: Call[Any]) -> Result:
-            left = Attempts(REQUEST, limit_s)
+            left = Attempts(REQUEST, limit_s, wait_budget=WAIT_BUDGET)
             while True:
                 count_request(BUCKET)
                 try:
                     with translated_errors(what, bucket):
                         return work(store, key, call)
                 except BootseerError as error:
+                    if error.__cause__ is not None and parse_answer(error.__cause__).status:
+                        WAIT_BUDGET.answered()  # also by "too many requests"
                     if not attempts or call.abandoned:
                         raise
                     left.wait(error)
@@ -288,7 +291,8 @@ class BucketBackend(Backend):
             self._get_range(path, offset, length, lambda data: pieces.append(bytes(data)))
             return b"".join(pieces)
 
-        return Attempts(REQUEST, self._deadline_s).repeat(read, UnavailableError)
+        attempts = Attempts(REQUEST, self._deadline_s, wait_budget=WAIT_BUDGET)
+        return attempts.repeat(read, UnavailableError)
 
     def read_into(
         self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None

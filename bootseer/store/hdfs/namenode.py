@@ -30,7 +30,7 @@ from msgspec import Struct
 from bootseer.base.redact import public_url
 from bootseer.base.requests import NAMENODE, count_request
 from bootseer.base.varints import delimited, take_delimited
-from bootseer.base.wait_budget import WAIT_BUDGET
+from bootseer.base.wait_budget import WAIT_BUDGET, RefusedError
 from bootseer.errors import (
     BootseerError,
     DeadlineError,
@@ -314,7 +314,7 @@ class NameNodes:
         reason of each NameNode.
         """
         limit_s = min(self._deadline_s, _REACH_S)
-        attempts = Attempts(UNTIL_DEADLINE, limit_s)
+        attempts = Attempts(UNTIL_DEADLINE, limit_s, wait_budget=WAIT_BUDGET)
         hint = f"check the URL {public_url(self._cluster)}"
         if urlsplit(self._cluster).port is None and not config.names:
             hint += (
@@ -328,11 +328,16 @@ class NameNodes:
                 isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
                 for error in failures.values()
             )
-            error = UnavailableError(f"no NameNode can be reached ({reasons}); {hint}")
+            is_refused = all(
+                isinstance(error, ConnectionRefusedError) for error in failures.values()
+            )
+            kind = RefusedError if is_refused else UnavailableError
+            error = kind(f"no NameNode can be reached ({reasons}); {hint}")
             pause_s = None if is_unknown else attempts.pause_s(error)
             if pause_s is None:
+                WAIT_BUDGET.give_up()
                 raise error
-            if attempts.failures_count == 1:
+            if attempts.failures_count == 1 and not WAIT_BUDGET.awaits_first_answer:
                 _log.warning("waiting up to %g s for a NameNode (%s)", limit_s, reasons)
             time.sleep(pause_s)
 
@@ -344,7 +349,9 @@ class NameNodes:
                 f"{error}; check the port of {cluster}: the NameNode's RPC has mostly 8020, its "
                 "web pages have another one"
             ) from error
-        _log.warning("waiting up to %g s for %s: %s", self._deadline_s, cluster, error)
+        # A start waits a moment only, and its stage says so.
+        if not WAIT_BUDGET.awaits_first_answer:
+            _log.warning("waiting up to %g s for %s: %s", self._deadline_s, cluster, error)
 
     def connection_error(self) -> OSError | None:
         """Return the reason why no NameNode takes connections now, or None if one of them does.
@@ -352,7 +359,8 @@ class NameNodes:
         hdfs-native retries connections, so that its caller cannot tell a NameNode that is down from
         one that hangs.
         """
-        failures = list(_refusals(_config(self._cluster).addresses, _CHECK_S).values())
+        timeout_s = min(_CHECK_S, WAIT_BUDGET.left_s)
+        failures = list(_refusals(_config(self._cluster).addresses, timeout_s).values())
         return failures[-1] if failures else None
 
     def order(self) -> dict[str, str]:
@@ -484,11 +492,16 @@ class NameNodes:
     def _answer(self, config: _ClusterConfig, method: str, request: bytes, wait: CallWait) -> bytes:
         began_s = time.monotonic()
         try:
-            return self._ask(config, method, request, wait)
+            answer = self._ask(config, method, request, wait)
+        except RpcError:
+            WAIT_BUDGET.answered()
+            raise
         except (DeadlineError, UnavailableError):
             if wait is not CallWait.CHECK:  # the hdfs-native call that waits for it counts the time
                 WAIT_BUDGET.spend(time.monotonic() - began_s)
             raise
+        WAIT_BUDGET.answered()
+        return answer
 
     def _ask(self, config: _ClusterConfig, method: str, request: bytes, wait: CallWait) -> bytes:
         client, count = os.urandom(16), len(config.addresses)
@@ -502,7 +515,7 @@ class NameNodes:
             deadline_s, policy = OUTAGE_DEADLINES * deadline_s, UNTIL_DEADLINE
         deadline_s = min(deadline_s, WAIT_BUDGET.left_s)
         if deadline_s <= 0:
-            raise DeadlineError(f"no answer within {WAIT_BUDGET.limit_s:g} s, in earlier calls")
+            raise WAIT_BUDGET.error()
         attempts = Attempts(policy, deadline_s)
         end_s = time.monotonic() + deadline_s
         while True:

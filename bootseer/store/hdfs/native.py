@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakSet
 
 from bootseer.base.requests import NAMENODE, count_request
+from bootseer.base.wait_budget import AwayError
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -172,6 +173,8 @@ class Native:
         # Exceptions of the waiting thread, such as KeyboardInterrupt, are not translated.
         try:
             return self._caller.run(translated, deadline_s, on_wait=check_refusal)
+        except AwayError as error:
+            raise translate(error, what) from error
         except DeadlineError as error:
             check_refusal()
             if connection_error is not None:

@@ -54,7 +54,7 @@ def test_a_wrong_url_of_a_store_is_said_before_anything_is_pulled(node: Node, im
 def test_a_store_that_is_silent_is_waited_for_once(
     node: Node, shell_image: Image, silent_url: str
 ) -> None:
-    """A start has one deadline for its store, and not one for each stage."""
+    """A start has one wait for its store, and not one for each stage, and warns once."""
     done = node.run(
         "run",
         *("--image", shell_image.source, "--setup", "echo one > env", "--setup", "echo two >> env"),
@@ -65,6 +65,7 @@ def test_a_store_that_is_silent_is_waited_for_once(
     # The others say so at once.
     assert done.stderr.count("no answer within 4 s") == 3, done.stderr
     assert done.stderr.count("no answer within 4 s, in earlier calls") == 2, done.stderr
+    assert done.stderr.count("warning:") == 1, done.stderr
 
 
 def test_a_store_in_which_nothing_can_be_written(node: Node, image: Image, tmp_path: Path) -> None:

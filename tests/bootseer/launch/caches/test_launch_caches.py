@@ -245,8 +245,7 @@ def test_a_store_that_is_silent_is_one_line_and_a_short_wait(
         done = node.run("run", *compile_job(), variables=variables)
     assert said(done)["hit"] is False
     # One wait for all caches, one warning.
-    waits, line = done.stderr.splitlines()
-    assert "waiting up to 2 s" in waits
+    (line,) = done.stderr.splitlines()
     assert "warning: the kept cache TORCHINDUCTOR_CACHE_DIR is not used" in line
     node.sweep()
 
