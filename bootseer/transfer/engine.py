@@ -176,7 +176,7 @@ class ReadJob:
 
 
 class Try:
-    """Attempt at a job, made by one thread."""
+    """Try of one thread at a job. Its `attempt` is the part that the reader sees."""
 
     def __init__(
         self,
@@ -198,6 +198,7 @@ class Try:
         self.job = job
         self.worker = worker
         self.is_second = buffer is not None
+        """Whether another try at the job is late; `attempt.is_second` also follows failed tries."""
         self.attempt = Attempt()
         self.attempt.is_second = bool(job.tried) or job.earlier is not None
         self.attempt.follows_damage = job.wrong_count > 0
