@@ -48,11 +48,11 @@ endef
 demo: system-demo $(VENV)/usable
 	@$(BIN)/bootseer demo
 
-test: system-test $(VENV)/ready $(VENV)/formats
+test: system-test $(VENV)/compiled
 	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
 # The whole suite, noting what each test takes: the longest are begun first from then on.
-durations: system-test $(VENV)/ready $(VENV)/formats
+durations: system-test $(VENV)/compiled
 	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --note-durations
 
 # Mutations of all that is read from disks and networks, for so long; a failing input is kept in
@@ -153,6 +153,12 @@ $(VENV)/ready: $(VENV)/usable
 $(VENV)/formats: $(VENV)/ready
 	$(UV_INSTALL) --editable '.[formats]' || $(PIP_INSTALL) --editable '.[formats]' \
 		|| echo "not installed, tests that want them are skipped: torch, safetensors, transformers"
+	touch $@
+
+# Each of pytest's workers reads every test: without this all of them would compile every module, at once.
+$(VENV)/compiled: $(VENV)/formats
+	$(BIN)/python -m pytest --collect-only --quiet tests/bootseer >/dev/null & \
+	$(BIN)/python -m pytest --collect-only --quiet --ignore tests/bootseer tests >/dev/null; wait
 	touch $@
 
 docs: $(VENV)/ready
