@@ -1,4 +1,7 @@
-"""The first steps of the README run as printed, and the second start installs nothing."""
+"""The first steps of the README run as printed, and the second start installs nothing.
+
+The folders that they leave on the node are described.
+"""
 
 import re
 import shlex
@@ -41,3 +44,9 @@ def test_the_first_steps_run_as_printed(tmp_path: Path) -> None:
         assert done.stderr.count("running the set-up") == 1, done.stderr
         assert "restored snapshot" in done.stderr
         assert "Critical path" in done.stdout
+        page = (REPOSITORY / "docs/format/cache.md").read_text(encoding="utf-8")
+        cached, run = page.partition("| in CACHE_DIR |")[2].split("| in RUN_DIR |")
+        for table, folder in ((cached, "cache"), (run, "run")):
+            names = [path.name for path in (tmp_path / "node" / folder).iterdir()]
+            assert names
+            assert [name for name in names if f"`{name}/" not in table] == []
