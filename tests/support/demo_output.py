@@ -1,4 +1,4 @@
-"""The output of `bootseer demo` as the README shows it, to compare a run with."""
+"""End of the output of `bootseer demo` as the README shows it, to compare a run with."""
 
 import re
 
@@ -14,4 +14,4 @@ def without_figures(text: str) -> list[str]:
 def readme_output() -> list[str]:
     """Return the README's lines of standard output and error, without figures."""
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    return without_figures(text.split("$ make demo\n")[1].split("```")[0])
+    return without_figures(text.split("$ make demo    # its last lines\n")[1].split("```")[0])
