@@ -18,6 +18,7 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from bootseer.linux.interpreters import PYTHON
 from bootseer.snapshots.shell import (
     ASSIGNMENT,
     COMPUTED,
@@ -1052,7 +1053,6 @@ def _hints_of_sed(words: Sequence[str]) -> Hints | None:
     return Hints(words=tuple(plain))
 
 
-PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
 PIP = re.compile(r"pip(\d+(\.\d+)?)?")
 # Options of pip, uv, conda and others whose value is a file that decides what is installed.
 _FILE_OPTIONS = _set("""

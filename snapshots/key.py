@@ -42,6 +42,7 @@ from bootseer.snapshots.inputs import (
 from bootseer.snapshots.key_parts import Part, base_part_name, fingerprint
 from bootseer.snapshots.layers import Layers
 from bootseer.snapshots.python import (
+    Answers,
     Interpreter,
     Runner,
     find_python,
@@ -163,6 +164,8 @@ class SetupRequest(Struct, frozen=True):
     """Environment of the command; None: that of this process."""
     runner: Runner = run_plainly
     """Function that runs the command inside the root."""
+    answers: Answers = field(default_factory=dict)
+    """Answers of interpreters, which a start keeps from one question to the next."""
 
 
 class Resolved(Struct, frozen=True):
@@ -298,11 +301,16 @@ def _find_interpreter(
     python = find_python(place, words, environ.get("PATH") or _PATH)
     if python is None:
         return None
+    if python in request.answers:
+        return request.answers[python]
     env = None if request.environ is None else dict(request.environ)
     ask = partial(probe, python, request.runner, cwd=request.directory or None, env=env)
     if answers_dir is not None and request.root == Path("/"):
-        return remembered(answers_dir, python, environ, ask)
-    return ask()
+        interpreter = remembered(answers_dir, python, environ, ask)
+    else:
+        interpreter = ask()
+    request.answers[python] = interpreter
+    return interpreter
 
 
 def _shown_inputs(

@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from bootseer.base.documents import DocumentFormat
 from bootseer.base.short_digest import short_digest
 from bootseer.errors import BootseerError, CorruptError
+from bootseer.linux.interpreters import PYTHON, is_interpreter
 from bootseer.linux.private_files import read_private_file, write_private_file
 from bootseer.linux.root_paths import WorkingDirectory, find_program
 from bootseer.linux.scripts import RunOptions
-from bootseer.snapshots.commands import PYTHON
 from bootseer.snapshots.key_parts import Part
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ answer the key is another one, and the set-up is made anew."""
 _OUTPUT_BYTES_MAX = 256 * 1024
 # List of the host's shared libraries, which is rewritten when one is installed.
 _LIBRARIES = "/etc/ld.so.cache"
-_ELF = b"\x7fELF"
 _DECIDING_VARIABLES = ("HOME", "LD_LIBRARY_PATH", "__PYVENV_LAUNCHER__")
 # Runs on any Python 3; -I would hide a PYTHONPATH that the command sees, so it is not used.
 _PROBE = """
@@ -50,8 +49,13 @@ print(json.dumps({
     "base_prefix": sys.base_prefix,
     "paths": sysconfig.get_paths(),
     "user_base": site.getuserbase() or "",
+    "executable": sys.executable or "",
 }))
 """
+
+
+Answers = dict[str, "Interpreter | None"]
+"""Answers of the interpreters that a start has asked, by path; None: it did not answer."""
 
 
 class Runner(Protocol):
@@ -79,6 +83,8 @@ class Interpreter(Struct, frozen=True, kw_only=True):
     paths: Mapping[str, str]
     """Paths of the default install scheme: purelib, platlib, scripts, data, include."""
     user_base: str
+    executable: str = ""
+    """Path of the interpreter itself, which a launcher has started; empty if it is unknown."""
 
     @property
     def is_environment(self) -> bool:
@@ -159,7 +165,12 @@ def _shebang(script: Path) -> str:
 
 
 def probe(
-    python: str, runner: Runner, *, cwd: str | None, env: Mapping[str, str] | None
+    python: str,
+    runner: Runner,
+    *,
+    cwd: str | None,
+    env: Mapping[str, str] | None,
+    timeout_s: float = PROBE_TIMEOUT_S,
 ) -> Interpreter | None:
     """Return the answer of `python` about itself, or None if it cannot be asked."""
     import subprocess  # here: a start that remembers the answer runs nothing
@@ -172,7 +183,7 @@ def probe(
             stderr=subprocess.DEVNULL,
             cwd=cwd,
             env=env,
-            timeout=PROBE_TIMEOUT_S,
+            timeout=timeout_s,
         )
     except (OSError, subprocess.SubprocessError) as error:
         logger.debug("cannot ask %s: %s", python, error)
@@ -206,17 +217,6 @@ def remembered(
         with contextlib.suppress(OSError, BootseerError):
             write_private_file(path, _REMEMBERED.encode(_Remembered(known_by, interpreter)))
     return interpreter
-
-
-def is_interpreter(program: str) -> bool:
-    """Return whether a program without links is an interpreter: neither a script nor a launcher."""
-    if not PYTHON.fullmatch(os.path.basename(program)):
-        return False
-    try:
-        with Path(program).open("rb") as file:
-            return file.read(len(_ELF)) == _ELF
-    except OSError:
-        return False
 
 
 def _known_by(python: str, environ: Mapping[str, str]) -> str:

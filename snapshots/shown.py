@@ -22,7 +22,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from bootseer.base.redact import HIDDEN, contains_secret, contains_token, strip_logins
-from bootseer.snapshots.commands import PIP, PYTHON, WRAPPERS, Wrapper
+from bootseer.linux.interpreters import PYTHON
+from bootseer.snapshots.commands import PIP, WRAPPERS, Wrapper
 from bootseer.snapshots.shell import SHELLS
 
 

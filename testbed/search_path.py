@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from bootseer.snapshots.python import is_interpreter
+from bootseer.linux.interpreters import is_interpreter
 
 
 def usual_search_path() -> str:

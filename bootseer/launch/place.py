@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from bootseer.prefetch.container.container import Container
     from bootseer.snapshots.key import SetupRequest
     from bootseer.snapshots.layers import Layers
+    from bootseer.snapshots.python import Answers
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ _FOLDERS_INSIDE = "/run/bootseer"
 
 class Place(Protocol):
     """Interface of the place where a start's command runs."""
+
+    answers: "Answers"
+    """Answers of the interpreters that were asked since the start last changed anything."""
 
     @property
     def is_image(self) -> bool:
@@ -97,6 +101,7 @@ class HostPlace:
     def __init__(self, job: Job, *, watches: bool) -> None:
         self._job = job
         self._watches = watches
+        self.answers: Answers = {}
 
     def bind(self, source: Path, target: str) -> None:
         pass
@@ -105,7 +110,7 @@ class HostPlace:
         return str(folder)
 
     def request(self, request: "SetupRequest") -> "SetupRequest":
-        return request
+        return replace(request, answers=self.answers)
 
     def enter(self) -> None:
         pass
@@ -113,11 +118,11 @@ class HostPlace:
     def cache_job(self, command: tuple[str, ...]) -> "CacheJob | None":
         from bootseer.launch.caches.packages import may_have_caches
 
-        if not self._job.kept and not may_have_caches(command, os.environ):
+        if not self._job.kept and not may_have_caches(command, os.environ, self.answers):
             return None
         from bootseer.launch.caches.finding import CacheJob
 
-        return CacheJob(command, os.environ)
+        return CacheJob(command, os.environ, answers=self.answers)
 
     def show(self, folder: Path, path: str) -> None:
         pass
@@ -150,6 +155,7 @@ class ImagePlace:
         self._job = job
         self._container = container
         self._watches = watches
+        self.answers: Answers = {}
 
     @property
     def is_entered(self) -> bool:
@@ -177,6 +183,7 @@ class ImagePlace:
             directory=container.config.working_dir or "/",
             environ=self._plain_environment(),
             runner=container.run,
+            answers=self.answers,
         )
 
     def enter(self) -> None:
@@ -195,6 +202,7 @@ class ImagePlace:
             base=container.image.record.identity,
             runner=container.run,
             binds=tuple((bind.target, bind.source) for bind in container.binds),
+            answers=self.answers,
         )
 
     def show(self, folder: Path, path: str) -> None:

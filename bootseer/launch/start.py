@@ -155,6 +155,9 @@ def _set_up(
     )
     request = replace(request, runner=_without_stdin(request.runner))
     result = run_setup(settings, request, report=say, forks=True, job_start=job_start)
+    if result.how != "in place":
+        # The set-up may have changed what a launcher, such as pyenv's, starts.
+        place.answers.clear()
     add_ready_names(os.environ, *result.ready_names)
     if result.mode:
         span.set("bootseer.mode", result.mode)

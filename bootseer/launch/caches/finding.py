@@ -7,7 +7,9 @@ and changes nothing.
 """
 
 import hashlib
+import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -27,24 +29,15 @@ from bootseer.launch.caches.known import (
 )
 from bootseer.launch.caches.packages import python_of
 from bootseer.launch.caches.records import own_folder
-from bootseer.linux.root_paths import WorkingDirectory
+from bootseer.linux.processes import kill_child, reap, wait_readable
+from bootseer.linux.root_paths import WorkingDirectory, find_program, resolve_in_root
 from bootseer.settings.config import Settings
 from bootseer.snapshots.key_parts import Part, fingerprint
 from bootseer.snapshots.manifest import CACHE
 from bootseer.snapshots.scan import target_path
 
 if TYPE_CHECKING:
-    from bootseer.snapshots.python import Runner
-
-import logging
-import re
-from typing import TYPE_CHECKING
-
-from bootseer.linux.processes import kill_child, reap, wait_readable
-from bootseer.linux.root_paths import find_program, resolve_in_root
-
-if TYPE_CHECKING:
-    from bootseer.snapshots.python import Runner
+    from bootseer.snapshots.python import Answers, Runner
 
 _INSIDE = "/run/bootseer/caches"
 """Path in a container of the folders that Bootseer names.
@@ -79,6 +72,8 @@ class CacheJob(Struct, frozen=True):
     """Runs a program in the job's root; None: run it as a child of this process."""
     binds: tuple[tuple[str, Path], ...] = ()
     """Bound folders of a container: pairs of the path inside and the folder of this host."""
+    answers: "Answers" = field(default_factory=dict)
+    """Answers of launchers of interpreters in this start."""
 
     @property
     def is_image(self) -> bool:
@@ -138,7 +133,7 @@ class _Finder:
         self._place = job.place
         self._gpu = gpu_parts()
         self._facts: dict[str, list[Part]] = {GPU: self._gpu}
-        self._python = python_of(self._place, job.command, job.environ)
+        self._python = python_of(self._place, job.command, job.environ, job.answers, job.runner)
         self._versions = self._python.versions() if self._python is not None else {}
 
     def from_option(self, text: str) -> Cache:

@@ -1,7 +1,8 @@
 """The Python that a command runs in, and the versions of the packages installed for it.
 
 Found by the names of folders alone, without starting that Python: a start without caches should
-cost a few listings of folders, and importing torch costs seconds. Edge, stateless.
+cost a few listings of folders, and importing torch costs seconds. Only a launcher in the place of
+the interpreter, such as pyenv's, is asked which one it starts. Edge, stateless.
 """
 
 import contextlib
@@ -9,17 +10,24 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from bootseer.base.package_names import package_of
 from bootseer.errors import BootseerError
 from bootseer.launch.caches.known import ALL_PACKAGES, CACHED_PACKAGES, data_cache_path
+from bootseer.linux.interpreters import is_interpreter
 from bootseer.linux.root_paths import WorkingDirectory, find_program, resolve_in_root
+
+if TYPE_CHECKING:
+    from bootseer.snapshots.python import Answers, Runner
 
 _PYTHON = re.compile(r"python(\d+(\.\d+t?)?)?")
 _FOLDERS = ("lib*/python3*/site-packages", "lib/python3*/dist-packages")
 _CONFIG_BYTES_MAX = 1 << 16
+_ANSWER_S = 10.0
+"""Limit of a launcher's answer: without it, packages are looked for beside the launcher."""
 _SCRIPT_BYTES_MAX = 256
 # Paths that exist if the driver of NVIDIA or AMD has a GPU.
 _GPUS = ("/proc/driver/nvidia", "/sys/class/kfd")
@@ -48,12 +56,17 @@ class Python(Struct, frozen=True):
 
 
 def python_of(
-    place: WorkingDirectory, command: Sequence[str], environ: Mapping[str, str]
+    place: WorkingDirectory,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    answers: "Answers | None" = None,
+    runner: "Runner | None" = None,
 ) -> Python | None:
     """Return the Python that `command` runs in; None if there is none.
 
     The first word of the command that is an interpreter, or a script of one; else the first Python
-    in PATH, which shell scripts use.
+    in PATH, which shell scripts use. `answers` are those of launchers in this start, to which new
+    ones are added; `runner` runs a program in the root, and None as a child of this process.
     """
     search_path = environ.get("PATH") or os.defpath
     found = (_python_in(place, word, search_path) for word in (*command, "python3", "python"))
@@ -61,6 +74,9 @@ def python_of(
     if path is None:
         return None
     real = resolve_in_root(place.root, os.path.join(place.directory, path))
+    if not is_interpreter(str(real)):
+        path = _launched_by(place, path, environ, {} if answers is None else answers, runner)
+        real = resolve_in_root(place.root, os.path.join(place.directory, path))
     prefixes = _prefixes(place, path, real)
     folders = [folder for prefix in prefixes for folder in _folders_of(prefix)]
     folders += _user_folders(place, prefixes, environ)
@@ -69,10 +85,10 @@ def python_of(
     return Python(path, _version(real, folders), tuple(dict.fromkeys(folders)))
 
 
-def may_have_caches(command: Sequence[str], environ: Mapping[str, str]) -> bool:
+def may_have_caches(command: Sequence[str], environ: Mapping[str, str], answers: "Answers") -> bool:
     """Return whether a command of this host can have automatically kept caches. Never raises."""
     try:
-        python = python_of(WorkingDirectory(Path("/"), os.getcwd()), command, environ)
+        python = python_of(WorkingDirectory(Path("/"), os.getcwd()), command, environ, answers)
     except (BootseerError, OSError):
         return False  # for example, the working directory was removed
     return (
@@ -101,6 +117,30 @@ def _python_in(place: WorkingDirectory, word: str, search_path: str) -> str | No
     candidates = (named if "/" in named else beside, named, beside)
     paths = (find_program(place.root, one, search_path, place.directory) for one in candidates)
     return next(filter(None, paths), None)
+
+
+def _launched_by(
+    place: WorkingDirectory,
+    launcher: str,
+    environ: Mapping[str, str],
+    answers: "Answers",
+    runner: "Runner | None",
+) -> str:
+    """Return the interpreter that a launcher starts; the launcher itself if it does not tell."""
+    # Imported here: few jobs have a launcher, and an interpreter is asked nothing.
+    if launcher not in answers and (runner is not None or place.root == Path("/")):
+        from bootseer.snapshots.key import run_plainly
+        from bootseer.snapshots.python import probe
+
+        answers[launcher] = probe(
+            launcher,
+            runner or run_plainly,
+            cwd=place.directory,
+            env=environ,
+            timeout_s=_ANSWER_S,
+        )
+    answer = answers.get(launcher)
+    return (answer and answer.executable) or launcher
 
 
 def _prefixes(place: WorkingDirectory, path: str, real: Path) -> list[Path]:

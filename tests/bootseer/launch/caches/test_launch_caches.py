@@ -82,6 +82,32 @@ def test_a_folder_of_ours_is_named_and_private(node: Node, torch: dict[str, str]
     assert (record.hits, record.misses, record.new_files) == (1, 1, 1)
 
 
+def test_a_launcher_of_interpreters_is_asked_once(node: Node, tmp_path: Path) -> None:
+    """Regression: torch's packages were looked for beside the script, such as pyenv's."""
+    python = tmp_path / "version/bin/python3"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(os.path.realpath(sys.executable))
+    (tmp_path / "version/pyvenv.cfg").write_text(f"home = {sys.base_prefix}/bin\n")
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    (tmp_path / "version/lib" / version / "site-packages/torch-9.9.9.dist-info").mkdir(parents=True)
+    launcher, asked = tmp_path / "shims/python", tmp_path / "asked"
+    launcher.parent.mkdir()
+    launcher.write_text(
+        f'#!/bin/sh\ncase "$2" in *sysconfig*) echo >> {asked} ;; esac\nexec {python} "$@"\n'
+    )
+    launcher.chmod(0o755)
+    set_up = tmp_path / "set-up.py"
+    set_up.write_text("import pathlib; pathlib.Path('made').mkdir()")
+    words = ["--setup", f"python {set_up}", "--target", "made", "--set", "restore_mode=extract"]
+    variables = {"PATH": f"{launcher.parent}:/usr/bin:/bin"}
+    # A set-up that has run may have made the launcher choose another interpreter.
+    for questions in (2, 3):
+        done = node.run("run", *words, "--", "python", "-c", COMPILES, variables=variables)
+        assert "TORCHINDUCTOR_CACHE_DIR" in str(said(done)["set"])
+        assert len(asked.read_text()) == questions
+        node.wait_clean()
+
+
 def test_nothing_is_set_where_nothing_is_to_be_kept(
     node: Node, tmp_path: Path, torch: dict[str, str]
 ) -> None:
