@@ -148,10 +148,10 @@ class Gathering:
             raise CorruptError("a timeline that is handed over has a name that is none")
         done: Future[bool] = Future()
         done.set_running_or_notify_cancel()
-        if not self.has_room(len(data)):
-            done.set_result(False)
-            return done
         with self._changed:
+            if not self.has_room(len(data)):
+                done.set_result(False)
+                return done
             self._timelines[text] = packed
             self._waiting.append(done)
             self._changed.notify_all()

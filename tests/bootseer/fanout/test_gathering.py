@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -106,6 +107,25 @@ def test_an_object_has_a_bound(group: Group) -> None:
         )
     assert True in kept
     assert False in kept
+
+
+def test_timelines_that_arrive_at_once_keep_to_the_bound() -> None:
+    sizes: list[int] = []
+    handed = bytes(OBJECT_BYTES_MAX // COUNT)
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(COUNT) as pool:
+            for _ in range(20):
+                gathering = Gathering(COUNT, lambda data: sizes.append(len(data)))
+                kept = pool.map(
+                    lambda n, to=gathering: to.keep(f"{name_of(n)}\n".encode() + handed),
+                    range(COUNT),
+                )
+                assert not all(one.result(30) for one in kept)
+    finally:
+        sys.setswitchinterval(switch_s)
+    assert max(sizes) <= OBJECT_BYTES_MAX
 
 
 @pytest.mark.parametrize("name", ["../x", "n", "20261128T120000Z-7-n-0.jsonl.zst"])
