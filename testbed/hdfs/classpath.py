@@ -45,6 +45,8 @@ _PACKAGE_JARS = (
     "zookeeper-jute",
 )
 _FROM_PACKAGES = ("org/eclipse/jetty/", "com/sun/jersey/")
+# Java's second compiler only costs processor time in a program that runs for a second.
+_QUICK_COMPILER = ("-J-XX:TieredStopAtLevel=1", "-J-XX:+UseSerialGC")
 _LOCK_DEADLINE_S = 300
 _COMMAND_DEADLINE_S = 240
 
@@ -61,22 +63,18 @@ log4j.logger.org.apache.hadoop.hdfs.server.namenode.FSNamesystem.audit=INFO
 _WEB_XML = '<?xml version="1.0"?><web-app version="2.4" xmlns="http://java.sun.com/xml/ns/j2ee"/>'
 
 
-_SHARED = "HdfsServers"
-"""Java class that the programs share."""
-
-
 def cache_folder() -> Path:
     """Return the folder that keeps jars: BOOTSEER_TEST_CACHE, or .cache/hadoop of the checkout."""
     chosen = os.environ.get("BOOTSEER_TEST_CACHE")
     return Path(chosen) if chosen else REPOSITORY / ".cache" / "hadoop"
 
 
-def classpath(program: str = "MiniHdfs") -> list[Path]:
-    """Return the jars to start `program` with, its own first. Safe in parallel processes.
+def classpath() -> list[Path]:
+    """Return the jars to start HDFS with, the programs' own first. Safe in parallel processes.
 
     Raises: MissingError.
     """
-    for tool in ("java", "javac", "jar"):
+    for tool in ("java", "javac"):
         if shutil.which(tool) is None:
             raise MissingError(f"no {tool}: install a JDK (openjdk-17-jdk-headless)")
     cache = cache_folder()
@@ -84,7 +82,7 @@ def classpath(program: str = "MiniHdfs") -> list[Path]:
     with locked(cache / "lock", _LOCK_DEADLINE_S, MissingError):
         home = os.environ.get("HADOOP_HOME")
         libraries = _installed(Path(home)) if home else _assembled(cache)
-        return [_compiled(cache, libraries, program), *libraries]
+        return [_compiled(cache, libraries), *libraries]
 
 
 def _installed(home: Path) -> list[Path]:
@@ -187,22 +185,12 @@ def _add_packages(work: Path) -> None:
                     new.writestr(each, old.read(each))
 
 
-def data_archive(program: str) -> Path:
-    """Return the path of the archive of the program's loaded classes; valid as long as its jar."""
-    return cache_folder() / f"{_stem(program)}.jsa"
-
-
-def _stem(program: str) -> str:
-    return program.lower().removesuffix("hdfs")
-
-
-def _compiled(cache: Path, libraries: list[Path], program: str) -> Path:
-    """Return the jar of a program, compiled again if a source or a library changed."""
-    sources = [Path(__file__).parent / "java" / f"{name}.java" for name in (_SHARED, program)]
-    stem = _stem(program)
+def _compiled(cache: Path, libraries: list[Path]) -> Path:
+    """Return the jar of the programs, compiled again if a source or a library changed."""
+    sources = sorted((Path(__file__).parent / "java").glob("*.java"))
     texts = [source.read_text(encoding="utf-8") for source in sources]
     stamp = "\n".join([*texts, _LOG4J, *map(str, libraries)])
-    target, stamp_file = cache / f"{stem}.jar", cache / f"{stem}.stamp"
+    target, stamp_file = cache / "programs.jar", cache / "programs.stamp"
     if target.exists() and stamp_file.exists() and stamp_file.read_text("utf-8") == stamp:
         return target
     classes = cache / "classes"
@@ -212,16 +200,15 @@ def _compiled(cache: Path, libraries: list[Path], program: str) -> Path:
         folder.mkdir(parents=True)
         (folder / "web.xml").write_text(_WEB_XML, encoding="utf-8")
     (classes / "log4j.properties").write_text(_LOG4J, encoding="utf-8")
-    path = ":".join(map(str, libraries))
-    _run(
-        ["javac", "-nowarn", "-proc:none", "-cp", path, "-d", str(classes), *map(str, sources)],
-        cache,
-    )
+    command = ["javac", *_QUICK_COMPILER, "-nowarn", "-proc:none", "-d", str(classes)]
+    _run([*command, "-cp", ":".join(map(str, libraries)), *map(str, sources)], cache)
     # Replaced by rename, so that a JVM that runs now keeps the old jar.
     made = target.with_suffix(".new")
-    _run(["jar", "--create", "--file", str(made), "-C", str(classes), "."], cache)
+    with zipfile.ZipFile(made, "w") as jar:
+        # With entries of its folders: Hadoop asks for webapps/hdfs.
+        for path in sorted(classes.rglob("*")):
+            jar.write(path, str(path.relative_to(classes)))
     made.replace(target)
-    data_archive(program).unlink(missing_ok=True)
     stamp_file.write_text(stamp, encoding="utf-8")
     return target
 

@@ -19,11 +19,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from testbed.hdfs.classpath import classpath, data_archive
+from testbed.hdfs.classpath import classpath
 from testbed.waiting import wait_for
 
 # Use only the first of Java's two compilers.
 _QUICK = ("-XX:TieredStopAtLevel=1",)
+# Hadoop's classes are not verified: a third of the processor time of a start. An archive of loaded
+# classes would save a little more, but writing it takes twice as much as a start.
+_UNVERIFIED = (
+    "-XX:+IgnoreUnrecognizedVMOptions",
+    "-XX:+UnlockDiagnosticVMOptions",
+    "-XX:-BytecodeVerificationRemote",
+)
 _CONFIGURATION = {
     "dfs.namenode.safemode.extension": "0",
     "dfs.permissions.enabled": "false",
@@ -80,7 +87,6 @@ class MiniHdfs:
         self._java_options = [*java_options, *(() if is_measured else _QUICK)]
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._archive: Path | None = None
 
     @property
     def pid(self) -> int:
@@ -93,11 +99,11 @@ class MiniHdfs:
 
         Raises: MissingError; RuntimeError with the end of the log.
         """
-        jars = classpath(self._program)
+        jars = classpath()
         self.home.mkdir(parents=True, exist_ok=True)
         command = [*self._launcher, "java", f"-Xmx{self._heap}", "-XX:+UseSerialGC"]
         command += ["-XX:-UsePerfData", "-Djava.net.preferIPv4Stack=true"]
-        command += ["--add-opens=java.base/java.lang=ALL-UNNAMED", *self._class_data()]
+        command += ["--add-opens=java.base/java.lang=ALL-UNNAMED", *_UNVERIFIED]
         command += [*self._java_options, "-cp", ":".join(map(str, jars))]
         command += [self._program, str(self.home)]
         # Ports are fixed: a server that was stopped must get its port again.
@@ -131,18 +137,6 @@ class MiniHdfs:
         self.http_address = f"{self._address}:{words[2]}"
         self.datanode_ports = [int(word) for word in words[3:]]
         return self
-
-    def _class_data(self) -> list[str]:
-        """Return options for class data sharing, which halves the time of a start.
-
-        The first run writes the archive of classes.
-        """
-        shared = data_archive(self._program)
-        quiet = ["-Xlog:cds=off", "-Xlog:cds+dynamic=off", "-Xshare:auto"]
-        if shared.exists():
-            return [f"-XX:SharedArchiveFile={shared}", *quiet]
-        self._archive = shared.with_suffix(f".{os.getpid()}.jsa")
-        return [f"-XX:ArchiveClassesAtExit={self._archive}", *quiet]
 
     def _read_lines(self) -> None:
         assert self._process is not None
@@ -230,8 +224,6 @@ class MiniHdfs:
                 process.kill()
                 process.wait(_STOP_DEADLINE_S)
             process.stdout.close()
-            if self._archive is not None and self._archive.exists():
-                self._archive.replace(data_archive(self._program))
         shutil.rmtree(self.home, ignore_errors=True)
 
     def __enter__(self) -> Self:
