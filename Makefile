@@ -157,6 +157,8 @@ $(VENV)/formats: $(VENV)/ready
 
 # Each of pytest's workers reads every test: without this all of them would compile every module, at once.
 $(VENV)/compiled: $(VENV)/formats
+	$(BIN)/python -c 'import torch.distributed.run, torch.distributed.checkpoint, torch._inductor.codecache, transformers.utils.hub; \
+		from transformers import LlamaForCausalLM; import safetensors.torch' >/dev/null 2>&1 & \
 	$(BIN)/python -m pytest --collect-only --quiet tests/bootseer >/dev/null & \
 	$(BIN)/python -m pytest --collect-only --quiet --ignore tests/bootseer tests >/dev/null; wait
 	touch $@
