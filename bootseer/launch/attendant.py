@@ -39,7 +39,7 @@ from bootseer.base.redact import public_url
 from bootseer.base.short_digest import short_digest
 from bootseer.errors import BootseerError
 from bootseer.launch.job import PreloadHandoff
-from bootseer.linux.locks import is_written, lock_file
+from bootseer.linux.locks import has_writer, lock_file
 from bootseer.linux.private_files import private_directory, write_private_file
 from bootseer.linux.processes import ForkedWork, ProcessId, run_forked, wait_readable
 from bootseer.profile.publish.note import LauncherNote, is_wanted
@@ -578,7 +578,7 @@ def _sweep(run_dir: Path) -> bytes:
                 status = old.stat(follow_symlinks=False)
                 if old.suffix == ".log":
                     is_old = status.st_mtime < before_s or not status.st_size
-                    if is_old and not is_written(old):
+                    if is_old and not has_writer(old):
                         old.unlink()
                 elif status.st_mtime < before_s:
                     # A living attendant holds the lock: TimeoutError, and the folder stays.

@@ -35,7 +35,7 @@ def unlock(fd: int) -> None:
 
 
 def open_log(path: Path) -> int:
-    """Open a log for appending, with a shared lock by which others see that it `is_written`.
+    """Open a log for appending, with a shared lock, which `has_writer` finds.
 
     Raises: OSError.
     """
@@ -45,7 +45,7 @@ def open_log(path: Path) -> int:
     return fd
 
 
-def is_written(path: Path) -> bool:
+def has_writer(path: Path) -> bool:
     """Return whether a living process has the log open for writing. Raises: OSError."""
     fd = private_opener(str(path), os.O_RDONLY)
     try:

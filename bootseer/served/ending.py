@@ -15,7 +15,7 @@ from pathlib import Path
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, from_oserror
 from bootseer.fuse.kernel.unmount import abort_connection, detach, unmount
 from bootseer.linux import mount_table, namespaces
-from bootseer.linux.locks import is_written
+from bootseer.linux.locks import has_writer
 from bootseer.linux.private_files import is_own, write_private_file
 from bootseer.linux.processes import ProcessId, note_name, note_names, wait_readable
 from bootseer.linux.removal import remove_tree
@@ -360,5 +360,5 @@ def _sweep_logs(run_dir: Path) -> None:
         logs = sorted((run_dir / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime)
         for path in logs[:-_LOGS_KEPT]:
             with contextlib.suppress(OSError):
-                if not is_written(path):
+                if not has_writer(path):
                     path.unlink()
