@@ -1,7 +1,7 @@
 """Recording of a job's Python processes until they are ready, without a change of their code.
 
 `recording_environment` gives a command the variables by which every Python process below it first
-runs `path/sitecustomize`, which loads `imports`, which loads `notes` in processes that are worth
+runs `path/sitecustomize`, which loads `imports`, which loads `stages` in processes that are worth
 it. All of them use only the standard library; a failure in one of them leaves its records out.
 """
 

@@ -1,8 +1,8 @@
 """Functions of training frameworks that are stages of a start, and barriers where processes meet.
 
-Each function here gets the notes of this process and a module that has just been loaded, and wraps
+Each function here gets the stages of this process and a module that has just been loaded, and wraps
 functions in the module. A function that a framework's release does not have is left out, since
-`Notes.on_loaded` ignores errors.
+`ProcessStages.on_loaded` ignores errors.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from bootseer.timeline.otlp import BARRIER, BARRIER_COUNT, Value
 from bootseer.timeline.recorder import ready
 
 if TYPE_CHECKING:
-    from bootseer.profile.collect.notes import Notes
+    from bootseer.profile.collect.stages import ProcessStages
     from bootseer.timeline.recorder import Span
 
 # Collectives that block until all members of the group take part.
@@ -25,7 +25,7 @@ _COLLECTIVES = (
 )
 
 
-def _torchrun(notes: "Notes", module: Any) -> None:
+def _torchrun(stages: "ProcessStages", module: Any) -> None:
     """Record the rendezvous of torchrun's agents.
 
     It begins when an agent looks for the host of the rendezvous store, where agents wait for each
@@ -39,7 +39,7 @@ def _torchrun(notes: "Notes", module: Any) -> None:
         # A later rendezvous is for restarted workers, and not part of the start.
         with contextlib.suppress(Exception):
             if any(spans):
-                notes.end(spans[0], error, _round_attributes(agent))
+                stages.end(spans[0], error, _round_attributes(agent))
             spans[:] = [None]
 
     def get_rendezvous_handler(parameters: Any) -> Any:
@@ -47,7 +47,7 @@ def _torchrun(notes: "Notes", module: Any) -> None:
             if not spans:
                 key = f"rendezvous {parameters.run_id}"
                 attributes = {BARRIER: key, BARRIER_COUNT: int(parameters.min_nodes)}
-                spans.append(notes.begin("rendezvous", attributes))
+                spans.append(stages.begin("rendezvous", attributes))
         try:
             return original_handler(parameters)
         except BaseException as error:
@@ -80,11 +80,11 @@ def _round_attributes(agent: Any) -> "dict[str, Value]":
         return {}  # only torchrun's own rendezvous handler has rounds
 
 
-def _distributed(notes: "Notes", module: Any) -> None:
+def _distributed(stages: "ProcessStages", module: Any) -> None:
     seen_groups: set[str] = set()
 
     def barrier_name(*_: Any, **__: Any) -> str:
-        return f"init_process_group {notes.count('init_process_group')}"
+        return f"init_process_group {stages.count('init_process_group')}"
 
     def first_of_group(*args: Any, **named: Any) -> str | None:
         if named.get("async_op"):
@@ -99,21 +99,21 @@ def _distributed(notes: "Notes", module: Any) -> None:
         seen_groups.add(name)
         return f"first collective of group {name}"
 
-    notes.wrap(module, "init_process_group", "init_process_group", barrier_name)
-    notes.wrap(module, "new_group", "new_group")
+    stages.wrap(module, "init_process_group", "init_process_group", barrier_name)
+    stages.wrap(module, "new_group", "new_group")
     for name in _COLLECTIVES:
         if hasattr(module, name):
-            notes.wrap(module, name, "first collective", first_of_group)
+            stages.wrap(module, name, "first collective", first_of_group)
 
 
-def _data_parallel(notes: "Notes", module: Any) -> None:
+def _data_parallel(stages: "ProcessStages", module: Any) -> None:
     # The constructor synchronises in C++, where no wrapper sees it: wrap the constructor.
     waiting: list[str] = []
 
     def barrier_name(*_: Any, process_group: Any = None, **__: Any) -> str:
         group = process_group.group_name if process_group is not None else "0"
         waiting[:] = [f"first backward of group {group}"]
-        count = notes.count(f"DistributedDataParallel {group}")
+        count = stages.count(f"DistributedDataParallel {group}")
         return f"DistributedDataParallel {count} of group {group}"
 
     def first_backward(*_: Any, **__: Any) -> str | None:
@@ -121,47 +121,47 @@ def _data_parallel(notes: "Notes", module: Any) -> None:
         return waiting.pop() if waiting else None
 
     name = "DistributedDataParallel"
-    notes.wrap(module.DistributedDataParallel, "__init__", name, barrier_name)
-    notes.wrap(sys.modules["torch.autograd"], "backward", "first backward", first_backward)
+    stages.wrap(module.DistributedDataParallel, "__init__", name, barrier_name)
+    stages.wrap(sys.modules["torch.autograd"], "backward", "first backward", first_backward)
 
 
-def _cuda(notes: "Notes", module: Any) -> None:
-    notes.wrap(module, "_lazy_init", "CUDA initialisation", first_only=True)
+def _cuda(stages: "ProcessStages", module: Any) -> None:
+    stages.wrap(module, "_lazy_init", "CUDA initialisation", first_only=True)
 
 
-def _serialization(notes: "Notes", module: Any) -> None:
-    notes.wrap(module, "load", "torch.load")
+def _serialization(stages: "ProcessStages", module: Any) -> None:
+    stages.wrap(module, "load", "torch.load")
 
 
-def _dcp(notes: "Notes", module: Any) -> None:
-    notes.wrap(module, "load", "load distributed checkpoint")
+def _dcp(stages: "ProcessStages", module: Any) -> None:
+    stages.wrap(module, "load", "load distributed checkpoint")
 
 
-def _safetensors(notes: "Notes", module: Any) -> None:
-    notes.wrap(module, "load_file", "load safetensors")
+def _safetensors(stages: "ProcessStages", module: Any) -> None:
+    stages.wrap(module, "load_file", "load safetensors")
 
 
-def _transformers(notes: "Notes", module: Any) -> None:
+def _transformers(stages: "ProcessStages", module: Any) -> None:
     kind = module.PreTrainedModel
-    recorded = notes.recorded(kind.from_pretrained.__func__, "from_pretrained")
+    recorded = stages.recorded(kind.from_pretrained.__func__, "from_pretrained")
     kind.from_pretrained = classmethod(recorded)
 
 
-def _loader(notes: "Notes", module: Any) -> None:
-    notes.wrap(module._BaseDataLoaderIter, "__next__", "first batch", first_only=True)
+def _loader(stages: "ProcessStages", module: Any) -> None:
+    stages.wrap(module._BaseDataLoaderIter, "__next__", "first batch", first_only=True)
 
 
-def _compiler(notes: "Notes", module: Any) -> None:
+def _compiler(stages: "ProcessStages", module: Any) -> None:
     compiling: list[Span] = []
 
     def begin(_: Any) -> None:
-        if span := notes.begin("compile"):
+        if span := stages.begin("compile"):
             compiling.append(span)
 
     def end(_: Any) -> None:
         if compiling:
             counts = _cache_counts(sys.modules.get("torch._dynamo.utils"))
-            notes.end(compiling.pop(), attributes=counts)
+            stages.end(compiling.pop(), attributes=counts)
 
     module.callback_handler.register_start_callback(begin)
     module.callback_handler.register_end_callback(end)
@@ -177,9 +177,9 @@ def _cache_counts(module: Any) -> "dict[str, Value]":
     }
 
 
-def _optimizer(notes: "Notes", module: Any) -> None:
+def _optimizer(stages: "ProcessStages", module: Any) -> None:
     def stepped(*_: Any) -> None:
-        if not notes.is_finished:
+        if not stages.is_finished:
             # A program that imports bootseer calls `ready` itself.
             if "bootseer" not in sys.modules:
                 ready()
@@ -188,7 +188,7 @@ def _optimizer(notes: "Notes", module: Any) -> None:
     handle = module.register_optimizer_step_post_hook(stepped)
 
 
-HOOKS: "dict[str, Callable[[Notes, Any], None]]" = {
+HOOKS: "dict[str, Callable[[ProcessStages, Any], None]]" = {
     "torch.distributed.launcher.api": _torchrun,
     "torch.distributed.distributed_c10d": _distributed,
     "torch.nn.parallel.distributed": _data_parallel,

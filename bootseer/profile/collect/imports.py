@@ -3,7 +3,7 @@
 Only this module replaces a function of the import system. It is loaded by its path, not as a module
 of `bootseer`, so that one can tell whether the program itself imports `bootseer`. It imports almost
 nothing: every Python process of a job runs it, and most of them live for milliseconds. Slow imports
-are written by `notes`, which is loaded for the first of them.
+are written by `stages`, which is loaded for the first of them.
 
 CPython calls `_find_and_load` of its frozen import system for each module that is not loaded yet; a
 function in its place sees which import is outermost and how long it took, whichever loader runs.
@@ -45,19 +45,19 @@ _MODULES_MAX = 3000
 
 
 class ImportCollector:
-    """Watches the imports of the main thread, and passes the slow ones to `notes`."""
+    """Watches the imports of the main thread, and passes the slow ones to `stages`."""
 
     def __init__(self, package: str, began_ns: int) -> None:
         self.package = package
         """Folder with the sources of `bootseer`."""
         self.began_ns = began_ns
         self.first_noted_ns = 0
-        """Begin of the first slow import, in ns since 1970; 0: when `notes` was loaded."""
+        """Begin of the first slow import, in ns since 1970; 0: when `stages` was loaded."""
         self.modules: list[tuple[str, int, int, int]] = []
         """Name, depth, begin and duration of each slow import; in ns, by the monotonic clock."""
         self._main = get_ident()
         self._depth = 0
-        self._notes: Any = None
+        self._stages: Any = None
         self._has_ended = False
         # Environment at the process's begin; kept only if the next start is to preload.
         self._started_with = dict(os.environ) if PRELOAD_VARIABLE in os.environ else {}
@@ -79,8 +79,8 @@ class ImportCollector:
 
     def stop(self) -> None:
         """Write the list of imports, and record no more, since the process is ready."""
-        if self._notes is not None:
-            self._notes.finish()
+        if self._stages is not None:
+            self._stages.finish()
         self.end()
 
     def record(self, how: str = "write") -> None:
@@ -96,14 +96,14 @@ class ImportCollector:
         except Exception:
             return
 
-    def notes(self) -> Any:
-        """Return the `Notes` of this process; None if they cannot be made."""
-        if self._notes is None and not self._has_ended:
+    def stages(self) -> Any:
+        """Return the `ProcessStages` of this process; None if they cannot be made."""
+        if self._stages is None and not self._has_ended:
             try:
-                self._notes = _load_notes(self)
+                self._stages = _load_stages(self)
             except Exception:
                 self._has_ended = True
-        return self._notes
+        return self._stages
 
     def _load(self, name: str, import_: Any) -> Any:
         if self._has_ended or get_ident() != self._main:
@@ -111,11 +111,11 @@ class ImportCollector:
         top = name.partition(".")[0]
         stage = None
         if self._depth == 0 and top in _LARGE and top not in sys.modules:
-            # Loading `notes` counts as a part of this import: the program waits for both.
+            # Loading `stages` counts as a part of this import: the program waits for both.
             began_ns = time.time_ns()
             self.first_noted_ns = self.first_noted_ns or began_ns
-            notes = self.notes()
-            stage = notes and notes.begin_import(top, began_ns)
+            stages = self.stages()
+            stage = stages and stages.begin_import(top, began_ns)
         self._depth += 1
         begin = time.perf_counter_ns()
         try:
@@ -126,28 +126,28 @@ class ImportCollector:
             if took >= _MODULE_NS and len(self.modules) < _MODULES_MAX:
                 self.modules.append((name, self._depth, begin, took))
             if stage is not None:
-                self._notes.end_import(stage)
+                self._stages.end(stage)
         if self._depth == 0 and stage is None and took >= _WORTH_NOTING_NS:
-            if self._notes is None:
+            if self._stages is None:
                 self.first_noted_ns = time.time_ns() - (time.perf_counter_ns() - begin)
-            notes = self.notes()
-            if notes is not None:
-                notes.note_import(top, begin, took)
-        if self._notes is not None:
-            self._notes.on_loaded(name, module)
+            stages = self.stages()
+            if stages is not None:
+                stages.note_import(top, begin, took)
+        if self._stages is not None:
+            self._stages.on_loaded(name, module)
             if self._depth == 0:
-                self._notes.find_loaded()
+                self._stages.find_loaded()
             if name in self._launching:
                 # This process is a launcher, whose workers may be forked from a preloader.
                 self.record("prepare_launcher")
         return module
 
 
-def _load_notes(collector: ImportCollector) -> Any:
+def _load_stages(collector: ImportCollector) -> Any:
     with _Sources(collector):
-        from bootseer.profile.collect.notes import Notes
+        from bootseer.profile.collect.stages import ProcessStages
 
-        return Notes(collector)
+        return ProcessStages(collector)
 
 
 class _Sources:

@@ -38,8 +38,8 @@ _NOTHING: Mapping[str, Value] = {}
 _MODULES_MAX = 150
 
 
-class Notes:
-    """The stages of this process."""
+class ProcessStages:
+    """Stages of this process, written to its timeline."""
 
     def __init__(self, collector: "ImportCollector") -> None:
         self._collector = collector
@@ -66,9 +66,6 @@ class Notes:
 
     def begin_import(self, package: str, began_ns: int) -> Span | None:
         return self.begin(f"import {package}", since_ns=began_ns)
-
-    def end_import(self, span: Span) -> None:
-        self.end(span)
 
     def note_import(self, package: str, begin_ns: int, took_ns: int) -> None:
         """Write an import that turned out to be slow."""
