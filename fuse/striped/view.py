@@ -135,13 +135,15 @@ class FileView:
 
     def renamed(self, path: str) -> "FileView":
         """Return the view of the file at its new `path`, with the identity that it has there."""
-        identity = moved_identity(self.identity, self.path, path)
-        return FileView(path, identity, self.size_bytes, self.modified_ns, self.layout)
+        return self._moved(path, moved_identity(self.identity, self.path, path))
 
     def at_path(self, path: str) -> "FileView":
         """Return the view at a new `path` with the old identity, for readers that are open."""
+        return self._moved(path, self.identity)
+
+    def _moved(self, path: str, identity: str) -> "FileView":
         return FileView(
-            path, self.identity, self.size_bytes, self.modified_ns, self.layout, self.block_bytes
+            path, identity, self.size_bytes, self.modified_ns, self.layout, self.block_bytes
         )
 
     def unit_at(self, offset: int) -> ByteRange:
