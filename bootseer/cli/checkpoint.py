@@ -18,9 +18,9 @@ from bootseer.cli.text import (
     human_bytes,
     human_time,
     one_line,
+    print_stderr,
     printable,
     say,
-    tell,
     warn_unwritten,
 )
 from bootseer.errors import (
@@ -601,7 +601,7 @@ class Converted(Struct):
 
 def _show_converted(done: Converted) -> None:
     for one in done.failed:
-        tell(f"bootseer: {one.error}")
+        say(one.error)
     say(
         f"converted {done.files} files, {human_bytes(done.bytes)}; "
         f"{done.unchanged} were as wanted already"
@@ -701,7 +701,7 @@ class Restarted(Struct):
 
 
 def _show_mounted(done: NewCheckpointMount) -> None:
-    tell(f"{done.url} is mounted on {done.directory} (log: {done.log})")
+    print_stderr(f"{done.url} is mounted on {done.directory} (log: {done.log})")
 
 
 @command(
@@ -787,7 +787,7 @@ def checkpoint_mount(
         from bootseer.served.service import find_checkpoints
 
         def ready() -> None:
-            tell(f"{public_url(url)} is mounted on {directory}")
+            print_stderr(f"{public_url(url)} is mounted on {directory}")
             known = find_checkpoints(settings.run_dir, Path(spec.directory))
             if known is not None and known.state.root_was_made:
                 say(created_warning(url))
@@ -819,7 +819,9 @@ def _protect(directory: Path) -> None:
 @click.argument("directory")
 @click.option("--force", is_flag=True, help="Restart even if files are being written.")
 @time_option("--timeout", default_s=60.0, help="Longest wait for files that are being written.")
-@shows(Restarted, text=lambda one: tell(f"process {one.worker_pid} serves {one.directory} now"))
+@shows(
+    Restarted, text=lambda one: print_stderr(f"process {one.worker_pid} serves {one.directory} now")
+)
 def checkpoint_restart(directory: str, force: bool, timeout: float) -> Restarted:
     """Serve the mount on DIRECTORY by a new process, with the code that is installed now.
 

@@ -16,7 +16,7 @@ from bootseer.cli.command_tree import (
     settings_without_fanout,
 )
 from bootseer.cli.options import options, time_option
-from bootseer.cli.text import say, tell
+from bootseer.cli.text import print_stderr, say
 from bootseer.errors import NotFoundError, UnavailableError, UnsupportedError
 from bootseer.settings.config import variable_of
 
@@ -127,7 +127,7 @@ def snapshotter(
         if image_mounts:
             image_mounts.start()
         core.start()
-        tell(f"serving on {address}")
+        print_stderr(f"serving on {address}")
 
     try:
         serve([handler_of(core)], [address], start)
@@ -231,7 +231,7 @@ def kubernetes_csi(
 
     def start() -> None:
         driver.start()
-        tell(f"serving on {endpoint}")
+        print_stderr(f"serving on {endpoint}")
 
     try:
         serve(handlers_of(driver, endpoint), [endpoint, registration.absolute()], start)
@@ -271,7 +271,7 @@ def kubernetes_spawner(address: Path, grace_s: float, check: bool) -> None:
     if os.geteuid() != 0:
         raise UnsupportedError("servers of mounts for other containers need root")
     service = Spawner(current_settings().run_dir, address, grace_s)
-    service.run(lambda: tell(f"starting servers on {address}"))
+    service.run(lambda: print_stderr(f"starting servers on {address}"))
 
 
 @command(
@@ -321,7 +321,7 @@ def kubernetes_webhook(port: int, namespace: str | None, name: str, account: Pat
         namespace=namespace or api.namespace,
         name=name,
         store_url=_store_of_pods(),
-        on_ready=lambda found: tell(f"serving on port {found}"),
+        on_ready=lambda found: print_stderr(f"serving on port {found}"),
     )
 
 
@@ -422,4 +422,4 @@ def _address() -> str:
 def _tell_change(change: "InstallChange", what: str) -> None:
     changed = "now " if change.is_file_changed else ""
     done = "restarted" if change.is_restarted else "not restarted"
-    tell(f"{change.file} {changed}{what}; containerd was {done}")
+    print_stderr(f"{change.file} {changed}{what}; containerd was {done}")

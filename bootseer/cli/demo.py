@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 
 from bootseer.cli.command_tree import command
 from bootseer.cli.show import emit_table, shows
-from bootseer.cli.text import human_bytes, tell
+from bootseer.cli.text import human_bytes, print_stderr
 from bootseer.errors import BootseerError, NoSpaceError, from_oserror
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ _GIB = 1 << 30
 _DISK_BYTES_BESIDE_CHECKPOINTS = 3 * _GIB
 
 
-def _say(sentence: str) -> None:
-    tell(f"demo: {sentence}")
+def _print_step(sentence: str) -> None:
+    print_stderr(f"demo: {sentence}")
 
 
 class ComparedStage(Struct):
@@ -159,7 +159,7 @@ def _show(found: ComparedLaunches) -> None:
         rows.append(_cells(name, row, note))
     rows.append(_cells("until ready", found.total, "stages overlap"))
     emit_table(("stage", "first s", "second s", "ratio", "first moved", "second moved", ""), rows)
-    _say("both launches loaded the same bytes")
+    _print_step("both launches loaded the same bytes")
 
 
 @command("demo", epilog="Example: bootseer demo --json")
@@ -203,7 +203,7 @@ def demo(
 
     left_out = stages_left_out()
     for stage, reason in left_out.items():
-        _say(f"leaving out the {stage}: {reason}")
+        _print_step(f"leaving out the {stage}: {reason}")
     network = Network(link_mbit * 125_000, file_mbyte * 1_000_000)
     checkpoint_bytes = _GIB // 8 if quick else _GIB
     parent = parent or Path("/var/tmp")
@@ -229,24 +229,24 @@ def demo(
         with_environment="environment" not in left_out,
         with_checkpoint="checkpoint" not in left_out,
     )
-    demo = Demo(plan, _say)
+    demo = Demo(plan, _print_step)
     try:
         demo.build()
-        _say(
+        _print_step(
             f"the network is a rate limit: {link_mbit} Mbit/s for the node, "
             f"{file_mbyte} MB/s for each stored file"
         )
-        _say("first launch, on a node that has nothing: pulls, installs, reads, and records")
+        _print_step("first launch, on a node that has nothing: pulls, installs, reads, and records")
         first = demo.launch(1)
         if plan.with_image:
-            _say("the image and the record of the first launch are being published")
+            _print_step("the image and the record of the first launch are being published")
             demo.await_record()
         published_bytes = demo.bytes_written()
-        _say("second launch, on another node that has nothing: replays")
+        _print_step("second launch, on another node that has nothing: replays")
         second = demo.launch(2)
     finally:
         if keep:
-            _say(f"everything is left in {folder}")
+            _print_step(f"everything is left in {folder}")
         else:
             demo.remove()
     return _compare(

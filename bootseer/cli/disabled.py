@@ -36,7 +36,7 @@ def become_command(words: Sequence[str]) -> None:
     names = {word.partition("=")[0] for word in ours}
     # Without a command on the line, the command is the image's own.
     if "--image" in names and (value != _ON_NODE or not command):
-        _say(
+        _print_message(
             f"{VARIABLE} is set, and the command is for an image (--image): start that by other "
             f"means, or set {VARIABLE}={_ON_NODE} to run one behind -- on this node itself"
         )
@@ -44,7 +44,7 @@ def become_command(words: Sequence[str]) -> None:
     if not command:
         return
     left_out = ", ".join(name for name in _NAMED_IN_WARNING if name in names)
-    _say(f"{VARIABLE} is set: starting the command without {left_out or 'Bootseer'}")
+    _print_message(f"{VARIABLE} is set: starting the command without {left_out or 'Bootseer'}")
     _execute(command)
 
 
@@ -63,11 +63,11 @@ def _execute(command: Sequence[str]) -> NoReturn:
         try:
             execute(command)
         except SetupFailedError as failed:
-            _say(str(failed))
+            _print_message(str(failed))
             os._exit(failed.exit_code)
         raise AssertionError from error
 
 
-def _say(sentence: str) -> None:
+def _print_message(sentence: str) -> None:
     with contextlib.suppress(OSError):  # Closed.
         os.write(2, f"bootseer: {sentence}\n".encode("utf-8", "backslashreplace"))

@@ -16,7 +16,7 @@ from bootseer.blob.tree import Tree
 from bootseer.cli.command_tree import command, current_settings, settings_without_fanout
 from bootseer.cli.options import SIZE, open_current_store
 from bootseer.cli.show import document_of, emit_records, emit_table, shows
-from bootseer.cli.text import human_bytes, human_time, printable, tell
+from bootseer.cli.text import human_bytes, human_time, print_stderr, printable
 from bootseer.errors import EXIT_OK, InvalidInputError, NotFoundError
 from bootseer.prefetch.index.catalogue import find_image, list_images, load_tree
 from bootseer.prefetch.index.records import ImageConfig, ImageRecord, LayerRecord
@@ -162,8 +162,8 @@ def _image(record: ImageRecord) -> ShownImage:
 
 def _show_indexed(done: IndexedImage) -> None:
     if done.store.startswith("oci:"):
-        tell(f"use it with BOOTSEER_STORE={done.store}")
-    tell(
+        print_stderr(f"use it with BOOTSEER_STORE={done.store}")
+    print_stderr(
         f"{done.reference}: {done.files} files, {human_bytes(done.bytes)} in "
         f"{human_bytes(done.blob_bytes)} of blobs; {done.layers_reused} of "
         f"{done.layers_reused + done.layers_written} layers were there; {done.seconds:.1f} s"
@@ -448,7 +448,7 @@ def _show_cache(found: ImageCache) -> None:
     from bootseer.prefetch.cache.node_cache import STREAMS
 
     if found.damaged_bytes is not None:
-        tell(f"damaged: {human_bytes(found.damaged_bytes)}")
+        print_stderr(f"damaged: {human_bytes(found.damaged_bytes)}")
     emit_table(
         ("stream", "on disk", "here", "last used", "in use"),
         (

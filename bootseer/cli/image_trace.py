@@ -11,7 +11,7 @@ from bootseer.base.display import quoted
 from bootseer.cli.command_tree import command, current_settings
 from bootseer.cli.options import open_current_store
 from bootseer.cli.show import document_of, emit_records, shows
-from bootseer.cli.text import human_bytes, say, tell
+from bootseer.cli.text import human_bytes, print_stderr, say
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 
 
@@ -189,12 +189,14 @@ def image_trace_show(reference: str, identity: str | None) -> ShownTrace:
 
 
 def _show_imported(done: ImportedTrace) -> None:
-    tell(
+    print_stderr(
         f"{done.file_count} files, {human_bytes(done.content_bytes)}; "
         f"{done.unknown_count} lines name nothing in the image"
     )
     if done.bundle is None:
-        tell("the bundle is left as it is: it holds all this, or is being made; then import again")
+        print_stderr(
+            "the bundle is left as it is: it holds all this, or is being made; then import again"
+        )
     else:
         click.echo(done.bundle)
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 
 from bootseer.cli.grammar import read_restore, read_run
-from bootseer.cli.text import begin_log, one_line, tell
+from bootseer.cli.text import begin_log, one_line, print_stderr
 from bootseer.errors import EXIT_FAILURE, EXIT_OK, BootseerError, exit_code_of, missing_package
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def _run(words: Sequence[str]) -> int:
             return _output_lost(BrokenPipeError())
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except KeyboardInterrupt:
-        tell("bootseer: interrupted")
+        print_stderr("bootseer: interrupted")
         return _INTERRUPTED
     except BrokenPipeError as error:
         return _output_lost(error)
@@ -91,14 +91,14 @@ def _run(words: Sequence[str]) -> int:
 def _refused(error: BaseException) -> int:
     """Print one sentence that says what failed; return the exit code."""
     _log.debug("what failed, for debugging", exc_info=True)
-    tell(f"bootseer: {one_line(error)}")
+    print_stderr(f"bootseer: {one_line(error)}")
     return exit_code_of(error)
 
 
 def _internal_error(error: Exception) -> int:
     """Print an error of Bootseer's own code as one sentence; return the exit code."""
     _log.debug("what failed, for debugging", exc_info=True)
-    tell(
+    print_stderr(
         f"bootseer: internal error: {type(error).__name__}: {one_line(error)}; "
         "run it again with -vv and please report what that prints"
     )
@@ -119,7 +119,7 @@ def _output_lost(error: OSError) -> int:
     if isinstance(error, BrokenPipeError):
         # The reader went away (`bootseer ... | head`): as if killed by SIGPIPE.
         return 141
-    tell(f"bootseer: cannot write to stdout: {one_line(error)}")
+    print_stderr(f"bootseer: cannot write to stdout: {one_line(error)}")
     return exit_code_of(error)
 
 

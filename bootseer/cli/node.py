@@ -10,6 +10,7 @@ import click
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
+from bootseer.base.display import format_age
 from bootseer.cli.command_tree import command, current_settings
 from bootseer.cli.grammar import STANDBY, defaults
 from bootseer.cli.options import time_option
@@ -20,7 +21,6 @@ from bootseer.served.status import StatusEntry
 
 CHECKPOINTS = ("checkpoints", "volume")
 _COLUMNS = ("kind", "what", "where", "since", "server", "users", "health")
-_UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 # ---- status -----------------------------------------------------------------------------------
 
@@ -127,14 +127,13 @@ def _cells(one: StatusEntry) -> tuple[str, ...]:
     users = " ".join(map(str, one.users))
     what = one.what
     if one.until_s is not None:
-        what += f" (for another {_span(one.until_s - time.time())})"
-    since = "" if one.since_s is None else _span(time.time() - one.since_s)
+        what += f" (for another {_age(one.until_s - time.time())})"
+    since = "" if one.since_s is None else _age(time.time() - one.since_s)
     return (one.kind, what, ", ".join(one.where), since, server, users, one.health)
 
 
-def _span(seconds: float) -> str:
-    size, unit = next((one for one in _UNITS if seconds >= one[0]), _UNITS[-1])
-    return f"{max(seconds, 0) / size:.0f} {unit}"
+def _age(seconds: float) -> str:
+    return format_age(int(seconds * 1e9))
 
 
 # ---- figures of a mount -------------------------------------------------------------------------

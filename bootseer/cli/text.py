@@ -11,12 +11,12 @@ from bootseer.errors import EXIT_FAILURE, EXIT_OK, BootseerError
 
 
 def say(sentence: str) -> None:
-    """Print a sentence on stderr, without credentials and control codes."""
-    tell(f"bootseer: {redact(printable(sentence))}")
+    """Print a sentence on stderr, after "bootseer: ", without credentials and control codes."""
+    print_stderr(f"bootseer: {redact(printable(sentence))}")
 
 
-def tell(line: str) -> None:
-    """Print a line on stderr as it is."""
+def print_stderr(line: str) -> None:
+    """Print a line on stderr without changes."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
@@ -25,7 +25,7 @@ def warn_unwritten(paths: Iterable[str]) -> int:
     """Name the files whose last bytes are lost; return the exit code."""
     code = EXIT_OK
     for path in paths:
-        tell(f"bootseer: {path} was still being written: nothing of it is kept")
+        say(f"{path} was still being written: nothing of it is kept")
         code = EXIT_FAILURE
     return code
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from bootseer.cli.command_tree import WrappingCommand, command, current_settings
 from bootseer.cli.options import SIZE, open_current_store
 from bootseer.cli.show import document_of, emit_records, shows
-from bootseer.cli.text import human_bytes, say, tell
+from bootseer.cli.text import human_bytes, print_stderr, say
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.settings.values import parse_name
 
@@ -86,7 +86,7 @@ def _show(found: WarmedDirectory | ShownRecord) -> None:
             f"{found.recording_count} recordings, the last by {found.method}",
         )
         return
-    tell(
+    print_stderr(
         f"{human_bytes(found.read_bytes)} of {found.directory} read ahead in "
         f"{found.seconds:.1f} s, {human_bytes(found.cached_bytes)} were there"
         + (f"; {found.stale_count} files have changed" if found.stale_count else "")

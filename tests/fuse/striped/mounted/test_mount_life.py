@@ -39,8 +39,10 @@ SLOW_WRITER = """
 import os, sys, time
 old = os.open(sys.argv[1] + "/old", os.O_WRONLY | os.O_TRUNC)
 new = os.open(sys.argv[1] + "/new", os.O_WRONLY | os.O_CREAT)
+red = os.open(sys.argv[1] + "/\x1b[31mred", os.O_WRONLY | os.O_CREAT)
 for _ in range(5):
     os.write(old, bytes(2_000_000)); os.write(new, bytes(2_000_000))
+os.write(red, b"red")
 print("written", flush=True)
 time.sleep(60)
 """
@@ -91,6 +93,7 @@ def test_unmount_names_what_was_not_finished(tmp_path: Path, mountpoint: Path, u
         assert done.returncode == 1
         assert "old was still being written" in done.stderr
         assert "new was still being written" in done.stderr
+        assert r"\x1b[31mred was still being written" in done.stderr
         again = run([*command, "unmount", str(mountpoint)])
         assert again.returncode == 10
         assert "nothing of Bootseer is mounted on" in again.stderr
