@@ -54,7 +54,7 @@ from bootseer.fanout.plan import (
 from bootseer.fanout.protocol import Request
 from bootseer.fanout.share import STORE_IN_FLIGHT, Buffer, Origin, Share, Told, never
 from bootseer.fanout.trees import STORE, TREE_COUNT, Trees
-from bootseer.transfer.policy import dice
+from bootseer.transfer.policy import random_fraction
 
 logger = logging.getLogger(__name__)
 
@@ -404,7 +404,14 @@ class Exchange(Closing):
             share = self._share(name)
         now_s = time.monotonic()
         plans = [
-            SourcePlan(self._trees, self._own, tree, chunk_bytes=1 << 20, random=dice, now_s=now_s)
+            SourcePlan(
+                self._trees,
+                self._own,
+                tree,
+                chunk_bytes=1 << 20,
+                random=random_fraction,
+                now_s=now_s,
+            )
             for tree in range(TREE_COUNT)
         ]
         for plan in plans:

@@ -345,7 +345,8 @@ class SharedRanges(Closing):
         earlier attempt at them failed.
         """
         # What failed or came damaged is asked of the store, which has checksums and replicas.
-        arriving = None if attempt.is_second or attempt.follows_damage else self._arriving.get(key)
+        is_trusted = not (attempt.asks_elsewhere or attempt.follows_damage)
+        arriving = self._arriving.get(key) if is_trusted else None
         if arriving is None or not arriving.read(key, offset, buffer, attempt):
             return False
         with self._lock:

@@ -233,7 +233,7 @@ class RangedFile:
         end = min(offset + len(buffer), self.size_bytes)
         if offset >= end:
             return 0
-        with self.ask(offset, end, attempt.is_second) as part:
+        with self.ask(offset, end, attempt.asks_elsewhere) as part:
             return part.read_into(buffer[: end - offset], attempt)
 
     def read(self, offset: int, length: int) -> bytes:
@@ -265,7 +265,7 @@ class RangedStream(io.RawIOBase):
         self._attempts = Attempts(file.policy, file.deadline_s)
         self._range: RangeResponse | None = None
         self._is_ranged = False
-        self._is_second = False
+        self._asks_elsewhere = False
         self._new_bytes = 0
         self._fetcher: ChunkFetcher | None = None
         self._parts: deque[tuple[Chunk, Batch]] = deque()
@@ -333,8 +333,8 @@ class RangedStream(io.RawIOBase):
         pace = self._file.pace
         part = self._range
         if part is None:
-            part = self._range = self._file.ask(self._position, self._end, self._is_second)
-            self._is_ranged, self._is_second = part.is_partial, False
+            part = self._range = self._file.ask(self._position, self._end, self._asks_elsewhere)
+            self._is_ranged, self._asks_elsewhere = part.is_partial, False
         length = min(PART_BYTES, self._end - self._position)
         data = part.read(size, pace.silent_limit_s(length) if pace.has_credit else inf)
         if not data:
@@ -360,8 +360,8 @@ class RangedStream(io.RawIOBase):
         part = self._drop_range()
         if isinstance(error, DeadlineError) and part and part.waited_s < part.stall_s:
             # Being late is no failure: another connection to the server may be faster.
-            self._is_second = self._file.pace.spend()
-        if not self._is_second:
+            self._asks_elsewhere = self._file.pace.spend()
+        if not self._asks_elsewhere:
             if part is not None:
                 part.blame()
             self._attempts.wait(error)

@@ -329,16 +329,16 @@ class RegistryClient(Closing):
         capability: str,
         function: Callable[[RegistrySession], _Result],
         *,
-        is_second: bool = False,
+        asks_elsewhere: bool = False,
     ) -> _Result:
-        """Ask each server once. `is_second`: ask the first server last, because it is late.
+        """Ask each server once; with `asks_elsewhere` the first one last, because it is late.
 
         Raises: as `_ask`.
         """
         able = [one for one in self._sessions if capability in one.host.capabilities]
         if not able:
             raise UnsupportedError(f"no server of {self.name} is configured for {capability}")
-        if is_second:
+        if asks_elsewhere:
             able = [*able[1:], able[0]]
         transient: list[BootseerError] = []
         final: BootseerError | None = None
@@ -444,7 +444,7 @@ class RegistryClient(Closing):
         return self.file(digest, size_bytes).open()
 
     def _ask_range(
-        self, digest: str, size_bytes: int, start: int, end: int, is_second: bool
+        self, digest: str, size_bytes: int, start: int, end: int, asks_elsewhere: bool
     ) -> RangeResponse:
         def get(session: RegistrySession) -> RangeResponse:
             headers = {"Range": f"bytes={start}-{end - 1}"}
@@ -467,7 +467,7 @@ class RegistryClient(Closing):
                         self._note_blob_failure.popitem(last=False)
             return found
 
-        return self._ask_each("pull", get, is_second=is_second)
+        return self._ask_each("pull", get, asks_elsewhere=asks_elsewhere)
 
     def referrers(self, digest: str, artifact_type: str) -> list[Mapping[str, Any]]:
         """Return descriptors of the artifacts of `artifact_type` whose subject is a manifest.

@@ -38,7 +38,7 @@ from bootseer.store.backend import Backend, FileInfo, Traits
 from bootseer.store.paths import check_range, split_path
 from bootseer.store.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.policy import SOON, dice, fresh_copy
+from bootseer.transfer.policy import SOON, fresh_copy, random_fraction
 
 _log = logging.getLogger(__name__)
 
@@ -401,7 +401,7 @@ class ObjectList:
                 return
             kept = [e for e in entries if not (isinstance(e, dict) and e.get("digest") in gone)]
             if attempt:
-                time.sleep(SOON.delay_s(attempt, dice()))
+                time.sleep(SOON.delay_s(attempt, random_fraction()))
             try:
                 self._client.tag_referrers(subject_digest, [*kept, *missing])
             except InvalidInputError:

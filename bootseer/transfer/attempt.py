@@ -11,11 +11,11 @@ class Attempt:
     """Attempt to fill a buffer, which its owner may give up at any moment."""
 
     __slots__ = (
+        "asks_elsewhere",
         "done_bytes",
         "follows_damage",
         "is_checked",
         "is_given_up",
-        "is_second",
         "lock",
         "server",
         "waits",
@@ -30,7 +30,7 @@ class Attempt:
         self.is_checked = False
         """Whether the owner checks the bytes and asks again for wrong ones, so that the reader may
         skip checks of its own."""
-        self.is_second = False
+        self.asks_elsewhere = False
         """Whether an earlier attempt at the same bytes failed or is late, so that the reader should
         ask another server, if there is one."""
         self.follows_damage = False

@@ -21,7 +21,14 @@ from bootseer.base.closing import Closing
 from bootseer.base.content_digest import content_digest
 from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.engine import EngineFigures, FetchEngine, JobState, ReadInto, ReadJob, Try
+from bootseer.transfer.engine import (
+    EngineFigures,
+    FetchEngine,
+    JobAttempt,
+    JobState,
+    ReadInto,
+    ReadJob,
+)
 from bootseer.transfer.policy import REQUEST, Policy, as_bootseer_error, fresh_copy, is_retryable
 from bootseer.transfer.ranges import Chunk, Fetch, Priority, covering, remaining
 
@@ -100,7 +107,7 @@ class FetchCounters(EngineFigures):
         self.joined_count = 0
         self._waits_ns: deque[int] = deque(maxlen=_KEPT_WAITS_COUNT)
 
-    def won(self, one: Try, seconds: float) -> None:
+    def won(self, one: JobAttempt, seconds: float) -> None:
         self.fetch_count += 1
         self.fetched_bytes += one.job.length
 
@@ -110,10 +117,10 @@ class FetchCounters(EngineFigures):
     def damaged(self, job: ReadJob) -> None:
         self.corrupt_count += 1
 
-    def late(self, one: Try) -> None:
+    def late(self, one: JobAttempt) -> None:
         self.retry_count += 1
 
-    def hung(self, one: Try) -> None:
+    def hung(self, one: JobAttempt) -> None:
         self.hung_count += 1
 
     def demand_done(self, wait_ns: int) -> None:
@@ -213,7 +220,7 @@ class _ChunkRun(ReadJob):
     """Read of neighbouring chunks.
 
     Chunks leave the run when no caller wants them any more, or when they are read alone instead.
-    Before the next try, the read is cut to the remaining chunks (`split`).
+    Before the next attempt, the read is cut to the remaining chunks (`split`).
     """
 
     def __init__(self, owner: "ChunkFetcher", fetch: Fetch) -> None:
@@ -222,10 +229,10 @@ class _ChunkRun(ReadJob):
         self.wanted: dict[Chunk, _Wanted] = {}
         """The chunks that the run still has to bring."""
         self._owner = owner
-        self._wrong: dict[Try, list[Chunk]] = {}
-        """Chunks that came damaged beside sound ones, by try."""
+        self._wrong: dict[JobAttempt, list[Chunk]] = {}
+        """Chunks that came damaged beside sound ones, by attempt."""
 
-    def open(self, one: Try) -> ReadInto:
+    def open(self, one: JobAttempt) -> ReadInto:
         fetch, read = self.fetch, self._owner.read
         one.tells_progress = True
 
@@ -234,7 +241,7 @@ class _ChunkRun(ReadJob):
 
         return read_into
 
-    def buffer(self, one: Try) -> memoryview:
+    def buffer(self, one: JobAttempt) -> memoryview:
         return self._owner.take_buffer(self.length)
 
     def spare_buffer(self) -> memoryview:
@@ -244,7 +251,7 @@ class _ChunkRun(ReadJob):
         """Return the bytes of one chunk, a slice of `data`, which are the bytes of the run."""
         return data[chunk.offset - self.fetch.offset : chunk.end - self.fetch.offset]
 
-    def check(self, one: Try, data: memoryview) -> None:
+    def check(self, one: JobAttempt, data: memoryview) -> None:
         chunks, verify = tuple(self.wanted), self._owner.verify
         wrong = [chunk for chunk in chunks if not verify(chunk, self.piece(chunk, data))]
         if wrong and len(wrong) == len(chunks):
@@ -252,7 +259,7 @@ class _ChunkRun(ReadJob):
         if wrong:
             self._wrong[one] = wrong
 
-    def land(self, one: Try, data: memoryview) -> None:
+    def land(self, one: JobAttempt, data: memoryview) -> None:
         wrong = self._wrong.get(one, [])
         chunks = [chunk for chunk in tuple(self.wanted) if chunk not in wrong]
         self._owner.land(self, chunks, data)
@@ -384,8 +391,8 @@ class ChunkFetcher(Closing):
             read: Reads bytes of the store.
             threads: Threads for all reads.
             demand_threads: Threads for demands only.
-            deadline_s: Seconds without any bytes from any of its tries after which a read fails.
-            stall_s: Seconds without any bytes after which a try is given up and its thread
+            deadline_s: Seconds without any bytes from any of its attempts after which a read fails.
+            stall_s: Seconds without any bytes after which an attempt is given up and its thread
                 replaced; a third of the deadline by default.
             policy: When a read that failed is tried again.
             demand_policy: The policy of reads that a thread waits for, if it is another one.

@@ -5,19 +5,20 @@ The engine decides when a read begins, is tried again, is requested a second tim
 
     WAITING --a thread is free--> READING --bytes checked--> LANDING --delivered--> ENDED
        ^                             |
-       +---------- RESTING <---------+  a try failed; the policy decides about the next one
+       +---------- RESTING <---------+  an attempt failed; the policy decides about the next one
 
 Every state leads to ENDED: by a final error, by `withdraw` and by `close`. The rules are:
 
-- Bytes are checked before a try wins, so that a fast but damaged replica does not beat a sound one.
-- A try that brings nothing for `stall_s` is given up and its thread replaced. A job fails when
-  none of its tries brought anything for `deadline_s`. A try whose reader does not report progress
-  has the whole deadline. A trickle counts as nothing only if the job would take several deadlines
-  at that rate: on a crowded line all connections trickle.
-- A try that is slower than its peers (`pace`) is joined by a second one, on another thread and so
-  on another connection. The first try with correct bytes wins.
-- Each try continues behind the bytes of the last one. It uses the same buffer unless the thread of
-  the last try may still write there.
+- Bytes are checked before an attempt wins, so that a fast but damaged replica does not beat a sound
+  one.
+- An attempt that brings nothing for `stall_s` is given up and its thread replaced. A job fails when
+  none of its attempts brought anything for `deadline_s`. An attempt whose reader does not report
+  progress has the whole deadline. A trickle counts as nothing only if the job would take several
+  deadlines at that rate: on a crowded line all connections trickle.
+- An attempt that is slower than its peers (`pace`) is joined by a second one, on another thread and
+  so on another connection. The first attempt with correct bytes wins.
+- Each attempt continues behind the bytes of the last one. It uses the same buffer unless the thread
+  of the last attempt may still write there.
 - Jobs with the priority DEMAND run in their order and have threads of their own. Of the other jobs,
   the next one is at the place (file or block) with the fewest reads under way.
 - Resting jobs hold no thread.
@@ -49,7 +50,7 @@ from bootseer.transfer.pace import (
     TokenBucket,
     floor_bytes_per_s,
 )
-from bootseer.transfer.policy import Policy, as_bootseer_error, dice
+from bootseer.transfer.policy import Policy, as_bootseer_error, random_fraction
 from bootseer.transfer.ranges import Priority
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ _CLOSE_S = 2.0
 _POLL_S = 0.25
 # Threads that may replace each thread while it hangs: enough for an outage that hangs all reads.
 _REPLACEMENTS = 2
-_SECOND_TRIES_MAX = 5
+_SECOND_ATTEMPTS_MAX = 5
 
 
 class JobState(Enum):
@@ -72,7 +73,7 @@ class JobState(Enum):
 
     WAITING = auto()
     READING = auto()
-    """One try is under way, or several if the first is late."""
+    """One attempt is under way, or several if the first is late."""
     RESTING = auto()
     LANDING = auto()
     ENDED = auto()
@@ -102,21 +103,21 @@ class ReadJob:
         self.sequence = 0
         """Rank among the jobs of one priority."""
         self.failure_count = 0
-        """Failed tries since bytes came."""
+        """Failed attempts since bytes came."""
         self.wrong_count = 0
-        """Tries that brought wrong bytes."""
+        """Attempts that brought wrong bytes."""
         self.second_count = 0
-        """Tries that were made because another one was late."""
+        """Attempts that were made because another one was late."""
         self.resume_s = 0.0
         """Monotonic time at which a resting job is due."""
         self.moved_s: float | None = None
-        """Monotonic time at which bytes came last, or the first try began."""
-        self.tries: list[Try] = []
-        """The tries under way."""
-        self.tried: set[int] = set()
+        """Monotonic time at which bytes came last, or the first attempt began."""
+        self.attempts: list[JobAttempt] = []
+        """The attempts under way."""
+        self.avoided_readers: set[int] = set()
         """Numbers of the readers that failed or are late."""
-        self.earlier: Try | None = None
-        """The try whose bytes the next try continues."""
+        self.earlier: JobAttempt | None = None
+        """The attempt whose bytes the next attempt continues."""
         self.failure: BaseException | None = None
         """The last failure other than silence."""
         self.error: BaseException | None = None
@@ -124,32 +125,33 @@ class ReadJob:
         self.done: threading.Event | None = None
         """Set when the job has ended; made by the first waiter."""
 
-    def open(self, one: "Try") -> ReadInto:
+    def open(self, one: "JobAttempt") -> ReadInto:
         """Return the function that reads for `one`, and set the attributes of `one` about it.
 
         Raises as the storage does.
         """
         raise NotImplementedError
 
-    def buffer(self, one: "Try") -> memoryview:
+    def buffer(self, one: "JobAttempt") -> memoryview:
         """Return memory of `length` bytes for `one`. May wait, and may raise."""
         return memoryview(bytearray(self.length))
 
     def spare_buffer(self) -> memoryview | None:
-        """Return memory for a second try, or None. Must not wait."""
+        """Return memory for a second attempt, or None. Must not wait."""
         return memoryview(bytearray(self.length))
 
-    def check(self, one: "Try", data: memoryview) -> None:
-        """Raise CorruptError if `data` is damaged; any other error fails the try, too."""
+    def check(self, one: "JobAttempt", data: memoryview) -> None:
+        """Raise CorruptError if `data` is damaged; any other error fails the attempt, too."""
 
-    def land(self, one: "Try", data: memoryview) -> None:
+    def land(self, one: "JobAttempt", data: memoryview) -> None:
         """Deliver the bytes that `one` brought. An error that this raises is the job's."""
 
     def split(self, error: BaseException | None) -> "Sequence[ReadJob]":
         """Return jobs that take over a part of this one, to be queued at once.
 
-        Called before a try, with None, if no other try is under way: the job may become shorter.
-        Called after a failed try with its error.
+        Called before an attempt, with None, if no other one is under way: the job may become
+        shorter.
+        Called after a failed attempt with its error.
         """
         return ()
 
@@ -158,7 +160,7 @@ class ReadJob:
         """Whether anybody needs the job after `split`; otherwise it ends without an error."""
         return True
 
-    def late(self, one: "Try") -> None:
+    def late(self, one: "JobAttempt") -> None:
         """Note that `one` is late and another reader is about to be asked."""
 
     def waiter_error(self, error: BaseException) -> BaseException:
@@ -175,8 +177,8 @@ class ReadJob:
         self.moved_s, self.failure = other.moved_s, other.failure
 
 
-class Try:
-    """Try of one thread at a job. Its `attempt` is the part that the reader sees."""
+class JobAttempt:
+    """Attempt of one thread at a job. Its `attempt` is the part that the reader sees."""
 
     def __init__(
         self,
@@ -186,21 +188,21 @@ class Try:
         now_s: float,
         floor_bytes_per_s: float,
     ) -> None:
-        """Begin a try.
+        """Begin an attempt.
 
         Args:
             job: What is read.
             worker: The thread that reads.
-            buffer: Memory of a second try, made because another try is late; None for a first try.
+            buffer: Memory of a second attempt, made because another one is late; None for a first.
             now_s: Monotonic time.
-            floor_bytes_per_s: Rate below which the try counts as silent.
+            floor_bytes_per_s: Rate below which the attempt counts as silent.
         """
         self.job = job
         self.worker = worker
         self.is_second = buffer is not None
-        """Whether another try at the job is late; `attempt.is_second` also follows failed tries."""
+        """Whether this attempt was made because another one at the job is late."""
         self.attempt = Attempt()
-        self.attempt.is_second = bool(job.tried) or job.earlier is not None
+        self.attempt.asks_elsewhere = bool(job.avoided_readers) or job.earlier is not None
         self.attempt.follows_damage = job.wrong_count > 0
         self.buffer = memoryview(b"") if buffer is None else buffer
         self.started_s = now_s
@@ -208,7 +210,7 @@ class Try:
         self._floor_bytes_per_s = floor_bytes_per_s
         self.deadline_s = math.inf
         self.start_bytes = 0
-        """Bytes at the front of the buffer that an earlier try brought."""
+        """Bytes at the front of the buffer that an earlier attempt brought."""
         self.is_opened = False
         self.was_late = False
         self.has_returned = False
@@ -226,7 +228,7 @@ class Try:
         """Bytes of the job that are in the buffer."""
         return min(self.start_bytes + self.attempt.done_bytes, len(self.buffer))
 
-    def read(self, earlier: "Try | None") -> memoryview:
+    def read(self, earlier: "JobAttempt | None") -> memoryview:
         """Read the job behind the bytes that `earlier` brought; return all of its bytes, checked.
 
         Raises as the reader and `ReadJob.check` do.
@@ -255,7 +257,7 @@ class Try:
         return buffer
 
     def note_progress(self, now_s: float) -> None:
-        """Note in `ReadJob.moved_s` when bytes of this try came last."""
+        """Note in `ReadJob.moved_s` when bytes of this attempt came last."""
         if self.attempt.waits:
             self.progress.seen_s = now_s
         self.progress.silent_s(self.attempt.done_bytes, now_s)
@@ -265,7 +267,7 @@ class Try:
     def is_late(self, pace: Pace, now_s: float) -> bool:
         """Return whether another connection should be asked for the same bytes."""
         job = self.job
-        if self.was_late or not self.is_opened or job.second_count >= _SECOND_TRIES_MAX:
+        if self.was_late or not self.is_opened or job.second_count >= _SECOND_ATTEMPTS_MAX:
             return False
         if self.attempt.waits:
             return False
@@ -280,20 +282,20 @@ class Try:
 class EngineFigures:
     """Base class of receivers of an engine's counts. Called with the engine's lock held."""
 
-    def won(self, one: Try, seconds: float) -> None:
-        """Count a try that brought all bytes of its job in `seconds`."""
+    def won(self, one: JobAttempt, seconds: float) -> None:
+        """Count an attempt that brought all bytes of its job in `seconds`."""
 
     def retried(self, job: ReadJob, error: BaseException) -> None:
         """Count a job that is tried again after `error`."""
 
     def damaged(self, job: ReadJob) -> None:
-        """Count a try that brought wrong bytes."""
+        """Count an attempt that brought wrong bytes."""
 
-    def late(self, one: Try) -> None:
-        """Count a late try, whose bytes a second try reads as well."""
+    def late(self, one: JobAttempt) -> None:
+        """Count a late attempt, whose bytes a second attempt reads as well."""
 
-    def hung(self, one: Try) -> None:
-        """Count a try that was given up because nothing came."""
+    def hung(self, one: JobAttempt) -> None:
+        """Count an attempt that was given up because nothing came."""
 
 
 class ReadWorker:
@@ -368,7 +370,7 @@ class Crew:
 
     @property
     def can_lend(self) -> bool:
-        """Whether a thread could be had for a second try."""
+        """Whether a thread could be had for a second attempt."""
         return bool(self._idle_count) or self._may_grow
 
     def abandon(self, worker: ReadWorker) -> None:
@@ -478,7 +480,7 @@ class FetchEngine:
             threads: Number of threads for every job.
             demand_threads: Number of threads for jobs with the priority DEMAND alone.
             deadline_s: Seconds without any bytes after which a job fails.
-            stall_s: Seconds without any bytes after which a try is given up.
+            stall_s: Seconds without any bytes after which an attempt is given up.
             fill_bytes_per_s: Limit of the rate at which jobs with the priority FILL begin.
             figures: Gets the counts; called with the lock held.
             name: Name of the storage, mount or image in the message of `close`.
@@ -493,10 +495,10 @@ class FetchEngine:
         self._demand_crew = Crew("demand", demand_threads, self._work, self.lock)
         self._shared_crew = Crew("transfer", threads, self._work, self.lock)
         self._jobs: set[ReadJob] = set()
-        self._running: set[Try] = set()
-        """The valid tries; the result of any other try is ignored."""
-        self._late: deque[tuple[Try, memoryview]] = deque()
-        """Late tries, each with memory for a second try that no thread has begun yet."""
+        self._running: set[JobAttempt] = set()
+        """The valid attempts; the result of any other attempt is ignored."""
+        self._late: deque[tuple[JobAttempt, memoryview]] = deque()
+        """Late attempts, each with memory for a second attempt that no thread has begun yet."""
         self._resting: list[tuple[float, int, ReadJob]] = []
         self._numbers = itertools.count(1)
         self._pace = Pace()
@@ -549,7 +551,7 @@ class FetchEngine:
         job.state, job.error = JobState.ENDED, error
         job.earlier = job.failure = None
         self._jobs.discard(job)
-        for one in tuple(job.tries):
+        for one in tuple(job.attempts):
             self._drop(one)
         job.ended()
         if job.done is not None:
@@ -560,7 +562,7 @@ class FetchEngine:
 
         A job that waits in the queue waits for others: their bytes count as its own.
         """
-        for one in job.tries:
+        for one in job.attempts:
             one.note_progress(now_s)
         moved_s = job.moved_s or 0.0
         if job.state is JobState.WAITING:
@@ -662,8 +664,8 @@ class FetchEngine:
             with self.lock:
                 crew.leave(worker)
 
-    def _begin(self, worker: ReadWorker) -> "tuple[Try, Try | None] | None":
-        """Return the next try for this thread, and the earlier try whose bytes it continues."""
+    def _begin(self, worker: ReadWorker) -> "tuple[JobAttempt, JobAttempt | None] | None":
+        """Return the next attempt for this thread, and the one whose bytes it continues."""
         while not self._is_closed:
             now_s = time.monotonic()
             buffer = None
@@ -688,9 +690,9 @@ class FetchEngine:
                 job.moved_s = now_s
             job.state = JobState.READING
             floor = floor_bytes_per_s(job.length, self._deadline_s)
-            one = Try(job, worker, buffer, now_s, floor)
+            one = JobAttempt(job, worker, buffer, now_s, floor)
             self._extend(one)
-            job.tries.append(one)
+            job.attempts.append(one)
             job.second_count += one.is_second
             self._running.add(one)
             self._queue.under_way[job.place] += 1
@@ -725,7 +727,7 @@ class FetchEngine:
                 return None
         return job
 
-    def _carry_out(self, one: Try, earlier: Try | None) -> None:
+    def _carry_out(self, one: JobAttempt, earlier: JobAttempt | None) -> None:
         """Read, check and deliver. Takes the lock; never raises."""
         job = one.job
         failure: BaseException | None = None
@@ -755,11 +757,11 @@ class FetchEngine:
                 self._forget(one)
                 self.end(job, failure)
 
-    # ---- the end of a try; the lock is held ---------------------------------------------------
+    # ---- the end of an attempt; the lock is held ------------------------------------------------
 
-    def _won(self, one: Try, now_s: float) -> None:
+    def _won(self, one: JobAttempt, now_s: float) -> None:
         job, seconds = one.job, now_s - one.started_s
-        for other in tuple(job.tries):
+        for other in tuple(job.attempts):
             if other is not one:
                 self._drop(other)
         job.state = JobState.LANDING
@@ -771,18 +773,18 @@ class FetchEngine:
         self._figures.won(one, seconds)
 
     def _failed(
-        self, one: Try, error: BaseException, now_s: float, *, is_silence: bool = False
+        self, one: JobAttempt, error: BaseException, now_s: float, *, is_silence: bool = False
     ) -> None:
-        """Note that a try failed; its job continues behind the bytes that came."""
+        """Note that an attempt failed; its job continues behind the bytes that came."""
         job = one.job
         one.note_progress(now_s)
         self._forget(one)
-        job.tried.add(one.number)
+        job.avoided_readers.add(one.number)
         is_wrong = isinstance(error, CorruptError)
         if is_wrong:
             self._figures.damaged(job)
-        if job.tries:
-            return  # Another try is under way.
+        if job.attempts:
+            return  # Another attempt is under way.
         if is_wrong:
             job.wrong_count += 1
         elif one.attempt.done_bytes >= FLOOR_BYTES_PER_S * STALL_S:
@@ -806,7 +808,7 @@ class FetchEngine:
         now_s = time.monotonic()
         count = job.wrong_count if isinstance(error, CorruptError) else job.failure_count
         left_s = self._deadline_s - self.silent_s(job, 0.0 if job.moved_s else now_s, now_s)
-        pause_s = self._policies[job.priority].pause_s(error, count, left_s, dice())
+        pause_s = self._policies[job.priority].pause_s(error, count, left_s, random_fraction())
         if pause_s is None:
             self.end(job, job.waiter_error(job.failure or error))
             return
@@ -820,17 +822,17 @@ class FetchEngine:
         else:
             self._enqueue(job)
 
-    def _drop(self, one: Try) -> None:
-        """Invalidate a try. Another thread replaces its thread until its read returns."""
+    def _drop(self, one: JobAttempt) -> None:
+        """Invalidate an attempt. Another thread replaces its thread until its read returns."""
         self._forget(one)
         one.attempt.give_up()
         one.worker.crew.abandon(one.worker)
 
-    def _forget(self, one: Try) -> None:
+    def _forget(self, one: JobAttempt) -> None:
         self._running.discard(one)
-        one.job.tries.remove(one)
+        one.job.attempts.remove(one)
         if self._late:
-            # Its second try is no longer needed.
+            # Its second attempt is no longer needed.
             self._late = deque(late for late in self._late if late[0] is not one)
         place = one.job.place
         self._queue.under_way[place] -= 1
@@ -848,13 +850,13 @@ class FetchEngine:
     def _keep_time(self) -> None:
         """Run the clock thread, which watches deadlines, rests and late reads. Takes the lock."""
         while True:
-            for one in self._late_tries():
+            for one in self._late_attempts():
                 self._ask_again(one)
             with self.lock:
                 if self._is_closed:
                     return
                 now_s = time.monotonic()
-                due_s = [self._check_try(one, now_s) for one in tuple(self._running)]
+                due_s = [self._check_attempt(one, now_s) for one in tuple(self._running)]
                 if self._fill_s <= now_s:
                     self._fill_s = math.inf
                     self._wake(Priority.FILL)
@@ -863,8 +865,8 @@ class FetchEngine:
                 is_idle = self._due_s == math.inf
                 self._alarm.wait(None if is_idle else max(0.0, self._due_s - time.monotonic()))
 
-    def _check_try(self, one: Try, now_s: float) -> float:
-        """Check one try; return the time of the next check."""
+    def _check_attempt(self, one: JobAttempt, now_s: float) -> float:
+        """Check one attempt; return the time of the next check."""
         if one.job.state is JobState.READING:
             one.note_progress(now_s)
             self.bytes_moved_s = max(self.bytes_moved_s, one.job.moved_s or 0.0)
@@ -875,14 +877,14 @@ class FetchEngine:
         look_s = math.inf if one.was_late else max(one.started_s + LOOK_AFTER_S, now_s + LOOK_S)
         return min(look_s, one.deadline_s)
 
-    def _extend(self, one: Try) -> None:
-        """Move the deadline of a try according to the time at which bytes came last."""
+    def _extend(self, one: JobAttempt) -> None:
+        """Move the deadline of an attempt according to the time at which bytes came last."""
         one.deadline_s = (one.job.moved_s or one.started_s) + self._deadline_s
         if one.tells_progress:
             one.deadline_s = min(one.deadline_s, one.progress.seen_s + self._stall_s)
 
-    def _give_up(self, one: Try, now_s: float) -> None:
-        """End a try that passed its deadline, replace its thread, and let the job go on."""
+    def _give_up(self, one: JobAttempt, now_s: float) -> None:
+        """End an attempt that passed its deadline, replace its thread, and let the job go on."""
         job = one.job
         is_landing = job.state is JobState.LANDING
         doing = "keeping" if is_landing else "reading"
@@ -929,18 +931,18 @@ class FetchEngine:
                 )
         return again_s
 
-    # ---- second tries -------------------------------------------------------------------------
+    # ---- second attempts ------------------------------------------------------------------------
 
-    def _late_tries(self) -> "list[Try]":
-        """Return the tries that are late. Takes the lock."""
+    def _late_attempts(self) -> "list[JobAttempt]":
+        """Return the attempts that are late. Takes the lock."""
         with self.lock:
             if not self._pace.has_credit:
                 return []
             now_s = time.monotonic()
             return [one for one in self._running if one.is_late(self._pace, now_s)]
 
-    def _ask_again(self, one: Try) -> None:
-        """Queue a second try for the rest of `one`, which is late. Takes the lock.
+    def _ask_again(self, one: JobAttempt) -> None:
+        """Queue a second attempt for the rest of `one`, which is late. Takes the lock.
 
         Credit is spent last: a read that cannot be requested now is checked again later.
         """
@@ -956,13 +958,13 @@ class FetchEngine:
                 return
             logger.debug("asking again for %s, which is late", job.what)
             one.was_late = True
-            job.tried.add(one.number)
+            job.avoided_readers.add(one.number)
             job.late(one)
             self._figures.late(one)
             crew.abandon(one.worker)
-            late = [other for other in job.tries if other.was_late]
+            late = [other for other in job.attempts if other.was_late]
             if len(late) > 1:
-                # Two late tries share the bandwidth of a slow server: the better one stays.
+                # Two late attempts share the bandwidth of a slow server: the better one stays.
                 worst = min(late, key=lambda other: other.done_bytes)
                 self._drop(worst)
                 late.remove(worst)

@@ -64,7 +64,7 @@ WRONG_ATTEMPTS = 4
 and a bit may flip in transit."""
 
 
-def dice() -> float:
+def random_fraction() -> float:
     """Return a random number in [0, 1), without loading Python's module `random`."""
     return int.from_bytes(os.urandom(6)) / 2**48
 
@@ -140,7 +140,7 @@ class Attempts:
         *,
         wait_budget: WaitBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
-        dice: Callable[[], float] = dice,
+        random_fraction: Callable[[], float] = random_fraction,
     ) -> None:
         """Begin attempts.
 
@@ -151,13 +151,13 @@ class Attempts:
                 when it is spent, and sooner where nobody takes connections; the last of those
                 attempts spends it.
             clock: Monotonic clock.
-            dice: Random numbers in [0, 1).
+            random_fraction: Random numbers in [0, 1).
         """
         self._policy = policy
         self._deadline_s = deadline_s
         self._wait_budget = wait_budget
         self._clock = clock
-        self._dice = dice
+        self._random_fraction = random_fraction
         self._ends_s = clock() + deadline_s
         self.failures_count = 0
         """Failures since the last progress."""
@@ -179,7 +179,7 @@ class Attempts:
         is_refused = isinstance(error, RefusedError)
         if budget is not None:
             left_s = min(left_s, budget.refused_left_s() if is_refused else budget.left_s)
-        pause_s = self._policy.pause_s(error, self.failures_count, left_s, self._dice())
+        pause_s = self._policy.pause_s(error, self.failures_count, left_s, self._random_fraction())
         if budget is not None and is_refused and pause_s is None:
             budget.give_up()
         return pause_s

@@ -30,7 +30,7 @@ from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.prefetch.reading.registry import LayerReader
 from bootseer.settings.config import Settings
 from bootseer.store import Store
-from bootseer.transfer.policy import Policy, dice
+from bootseer.transfer.policy import Policy, random_fraction
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class Fill:
             for start in range(0, stream.stream_length, WINDOW_BYTES)
         ]
         # A random start, so that nodes that were started together read different objects.
-        first = int(dice() * len(windows))
+        first = int(random_fraction() * len(windows))
         is_complete = True
         for window in (*claimed, *windows[first:], *windows[:first]):
             for fetch in self._streams.fill_fetches((window,)):
@@ -219,7 +219,7 @@ class Fill:
         if self._failures == 0:
             _log.warning("the background fill will try again later: %s", error)
         self._failures += 1
-        return self._pause(self._pauses.delay_s(self._failures, dice()))
+        return self._pause(self._pauses.delay_s(self._failures, random_fraction()))
 
     def _pause(self, pause_s: float) -> bool:
         if self._stopping.wait(pause_s):

@@ -18,7 +18,7 @@ from bootseer.errors import BootseerError
 from bootseer.linux.processes import run_forked
 from bootseer.profile.publish.note import LauncherNote, RoundResult
 from bootseer.served.figures_file import FiguresFile, file_name
-from bootseer.transfer.policy import dice
+from bootseer.transfer.policy import random_fraction
 
 _log = logging.getLogger(__name__)
 
@@ -42,12 +42,12 @@ class Schedule:
     follow soon.
     """
 
-    def __init__(self, now_s: float, dice: float) -> None:
-        """Plan the first round. `dice` in [0, 1) spreads the nodes that start at one moment."""
+    def __init__(self, now_s: float, fraction: float) -> None:
+        """Plan the first round; a random `fraction` in [0, 1) spreads nodes that start at once."""
         self._wait_s = _FIRST_S
         self._is_ready = False
         self._until_s = now_s + _AT_MOST_S
-        self.next_s = now_s + _FIRST_S * (0.5 + 0.5 * dice)
+        self.next_s = now_s + _FIRST_S * (0.5 + 0.5 * fraction)
 
     def on_ready(self, now_s: float) -> None:
         """Plan a round soon, since a process of the start is ready."""
@@ -81,7 +81,7 @@ class TimelineDuty:
         self._sent: dict[str, int] = {}
         self._reported: set[str] = set()
         self._figures: FiguresFile | None = None
-        self._schedule = Schedule(time.monotonic(), dice())
+        self._schedule = Schedule(time.monotonic(), random_fraction())
         self._quiet_until_s = 0.0
         self._check_s = 0.0
         self._seen: list[tuple[Path, int]] = []
@@ -118,7 +118,7 @@ class TimelineDuty:
             # In this process, not in the copy: the slot is held as long as the process lives.
             self._figures = FiguresFile(note.settings.metrics_dir)
             self._figures.reserve(file_name("start", note.settings.job))
-        self._schedule = Schedule(time.monotonic(), dice())
+        self._schedule = Schedule(time.monotonic(), random_fraction())
         self._is_done, self._check_s = False, 0.0
 
     def on_ready(self) -> None:

@@ -101,7 +101,7 @@ class Store(Closing):
         """
         if attempt.follows_damage and len(self._damaged) < _DAMAGED_MAX:
             self._damaged.add(key)
-        if attempt.is_second or key in self._damaged:
+        if attempt.asks_elsewhere or key in self._damaged:
             self._drop_reader(key)
             return self.read_into(key, offset, buffer, attempt)
         attempt.is_checked = True

@@ -48,7 +48,7 @@ from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView, generation_folder, new_generation, parts_folder
 from bootseer.store.backend import Backend, FileInfo, Piece
-from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts, Policy, dice
+from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts, Policy, random_fraction
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class RetiredParts:
                 _log.warning("replaced parts stay behind for fsck: %s", error)
                 return
             retired.failure_count += 1
-            pause_s = _DELETE_RETRIES.delay_s(retired.failure_count, dice())
+            pause_s = _DELETE_RETRIES.delay_s(retired.failure_count, random_fraction())
             _log.warning("replaced parts are deleted in %.0f s: %s", pause_s, error)
             with self._lock:
                 retired.due_s = time.monotonic() + pause_s

@@ -29,7 +29,7 @@ from bootseer.fuse.striped.view import ByteRange, FileView
 from bootseer.store.backend import Backend, HasDescriptor, Reader
 from bootseer.store.single_flight import SingleFlight
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.engine import JobState, ReadInto, ReadJob, Try
+from bootseer.transfer.engine import JobAttempt, JobState, ReadInto, ReadJob
 
 if TYPE_CHECKING:
     # Loaded only in a mount that a start with a fan-out uses.
@@ -52,8 +52,8 @@ _BLOCKS_AHEAD = 4
 # Units of each part within the window: one is handed to the reader, two are fetched, and one waits,
 # so that no server idles until the reader has come further.
 _ROUNDS_AHEAD = 4
-# Tries to read a stored file that is missing: with several servers, one may not know it yet.
-_MISSING_TRIES = 3
+# Attempts to read a stored file that is missing: with several servers, one may not know it yet.
+_MISSING_ATTEMPTS_MAX = 3
 # Each reader may get another replica; a block rarely has more than three.
 _READERS_MAX = 5
 # Stored files of one file that are kept open: each reader holds a descriptor, or the places of all
@@ -326,8 +326,8 @@ class UnitRead(ReadJob):
     ) -> None:
         """Make a read of `span`, which `FetchEngine.add` starts.
 
-        A try waits `patience_s` for memory; `buffer` is memory for the first try. With `target`,
-        the bytes are written to this memory of the caller until `leave_target`.
+        An attempt waits `patience_s` for memory; `buffer` is memory for the first one. With
+        `target`, the bytes are written to this memory of the caller until `leave_target`.
         """
         view = file.view
         path, offset = view.source(span)
@@ -345,8 +345,8 @@ class UnitRead(ReadJob):
         self._patience_s = patience_s
         self._buffer = buffer
         self._target = target
-        self._in_target: list[Try] = []
-        """Tries that read into the target."""
+        self._in_target: list[JobAttempt] = []
+        """Attempts that read into the target."""
         self._leaving = threading.Lock()
         """Held while the target is written to by `land`."""
         self._replicas: Replicas | None = None
@@ -362,15 +362,15 @@ class UnitRead(ReadJob):
 
     # ---- called by the engine -----------------------------------------------------------------
 
-    def open(self, one: Try) -> ReadInto:
+    def open(self, one: JobAttempt) -> ReadInto:
         assert self._file is not None
-        # The path is computed for each try, because the parts move with a renamed directory.
+        # The path is computed for each attempt, because the parts move with a renamed directory.
         path, offset = self.view.source(self.span)
         replicas = self._replicas = self._file.parts.replicas(self._sources.backend, path)
         self._offset = offset
         has_checksums = self.view.layout is not None
         shared = self._sources.shared
-        if shared is None or one.attempt.is_second or not shared.covers(path):
+        if shared is None or one.attempt.asks_elsewhere or not shared.covers(path):
             return self._open_stored(one, replicas, has_checksums=has_checksums)
 
         def read_into(start: int, buffer: memoryview, attempt: Attempt) -> int:
@@ -384,10 +384,10 @@ class UnitRead(ReadJob):
 
         return read_into
 
-    def _open_stored(self, one: Try, replicas: Replicas, *, has_checksums: bool) -> ReadInto:
+    def _open_stored(self, one: JobAttempt, replicas: Replicas, *, has_checksums: bool) -> ReadInto:
         """Choose a reader of the stored file, or open one; as `open`."""
         offset = self._offset
-        avoided = set(self.tried)
+        avoided = set(self.avoided_readers)
         try:
             number, reader = replicas.pick(offset, avoided)
         except NotFoundError as error:
@@ -417,11 +417,11 @@ class UnitRead(ReadJob):
         return read_into
 
     def _error_of_missing(self, error: NotFoundError) -> BootseerError:
-        if self.failure_count + 1 < _MISSING_TRIES:
+        if self.failure_count + 1 < _MISSING_ATTEMPTS_MAX:
             return UnavailableError(str(error))
         return error
 
-    def buffer(self, one: Try) -> memoryview:
+    def buffer(self, one: JobAttempt) -> memoryview:
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             return buffer
@@ -439,7 +439,7 @@ class UnitRead(ReadJob):
     def spare_buffer(self) -> memoryview | None:
         return self._memory.try_take(self.length)
 
-    def check(self, one: Try, data: memoryview) -> None:
+    def check(self, one: JobAttempt, data: memoryview) -> None:
         view = self.view
         assert self._replicas is not None
         try:
@@ -454,7 +454,7 @@ class UnitRead(ReadJob):
         if not one.was_late and one.number in self._readers:
             self._replicas.note_fast(one.number, self._offset)
 
-    def land(self, one: Try, data: memoryview) -> None:
+    def land(self, one: JobAttempt, data: memoryview) -> None:
         if self._is_changed:
             raise UnavailableError(
                 f"{self._path} was changed elsewhere while open here; open it again"
@@ -468,7 +468,7 @@ class UnitRead(ReadJob):
                     data = self._target
         self.data = data
 
-    def late(self, one: Try) -> None:
+    def late(self, one: JobAttempt) -> None:
         if self._replicas is not None:
             self._replicas.note_slow(one.number, self._offset)
 
@@ -529,7 +529,7 @@ class CopiedUnit(UnitRead):
         self._consume: Callable[[int, memoryview], None] | None = consume
         self._slots = slots
 
-    def land(self, one: Try, data: memoryview) -> None:
+    def land(self, one: JobAttempt, data: memoryview) -> None:
         super().land(one, data)
         # The memory is free for the next read as soon as the bytes are passed on.
         self.data = None

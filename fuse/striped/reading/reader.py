@@ -22,7 +22,7 @@ from bootseer.fuse.striped.reading.opened import CopiedUnit, Key, OpenFile, Sour
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import ByteRange, FileView
 from bootseer.store.backend import Backend, HasDescriptor
-from bootseer.transfer.engine import EngineFigures, FetchEngine, JobState, ReadJob, Try
+from bootseer.transfer.engine import EngineFigures, FetchEngine, JobAttempt, JobState, ReadJob
 from bootseer.transfer.policy import UNTIL_DEADLINE
 from bootseer.transfer.ranges import Priority
 
@@ -58,7 +58,7 @@ class _Figures(EngineFigures):
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
 
-    def won(self, one: Try, seconds: float) -> None:
+    def won(self, one: JobAttempt, seconds: float) -> None:
         count, busy_ns = one.job.length, int(seconds * 1e9)
         self._counters.add(
             fetched_bytes=count, fetch_count=1, fetch_busy_ns=busy_ns, late_won_count=one.is_second
@@ -71,16 +71,16 @@ class _Figures(EngineFigures):
     def damaged(self, job: ReadJob) -> None:
         self._counters.add(corrupt_count=1)
 
-    def late(self, one: Try) -> None:
+    def late(self, one: JobAttempt) -> None:
         self._counters.add(late_count=1)
         self._counters.add_for(_place_of(one), late_count=1)
 
-    def hung(self, one: Try) -> None:
+    def hung(self, one: JobAttempt) -> None:
         self._counters.add(stuck_count=1)
 
 
-def _place_of(one: Try) -> str:
-    """Return the name of the place that a try reads from: the DataNode, or the part."""
+def _place_of(one: JobAttempt) -> str:
+    """Return the name of the place that an attempt reads from: the DataNode, or the part."""
     assert isinstance(one.job, UnitRead)
     return one.attempt.server or one.job.view.source_name(one.job.span)
 

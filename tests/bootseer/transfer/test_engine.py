@@ -9,7 +9,7 @@ import pytest
 
 from bootseer.errors import CorruptError, DeadlineError, UnavailableError
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.engine import FetchEngine, ReadInto, ReadJob, Try
+from bootseer.transfer.engine import FetchEngine, JobAttempt, ReadInto, ReadJob
 from bootseer.transfer.pace import Pace
 from bootseer.transfer.policy import REQUEST, UNTIL_DEADLINE, Policy
 from bootseer.transfer.ranges import Priority
@@ -27,7 +27,7 @@ def right(number: int, start: int, buffer: memoryview, attempt: Attempt) -> int:
 
 
 class Recorded(ReadJob):
-    """Job that keeps a record of its tries."""
+    """Job that keeps a record of its attempts."""
 
     def __init__(self, read: Read = right, place: str = "file") -> None:
         super().__init__(place, len(DATA), f"all of {place}")
@@ -35,10 +35,10 @@ class Recorded(ReadJob):
         self.buffers: list[memoryview] = []
         self.landed: list[bytes] = []
         self.spare_count = 1
-        """Number of refusals of memory for a second try, before one is granted."""
+        """Number of refusals of memory for a second attempt, before one is granted."""
         self._read = read
 
-    def open(self, one: Try) -> ReadInto:
+    def open(self, one: JobAttempt) -> ReadInto:
         one.tells_progress = one.has_replicas = True
 
         def read_into(start: int, buffer: memoryview, attempt: Attempt) -> int:
@@ -53,11 +53,11 @@ class Recorded(ReadJob):
         self.spare_count -= 1
         return None if self.spare_count > 0 else super().spare_buffer()
 
-    def check(self, one: Try, data: memoryview) -> None:
+    def check(self, one: JobAttempt, data: memoryview) -> None:
         if data != DATA:
             raise CorruptError("wrong bytes")
 
-    def land(self, one: Try, data: memoryview) -> None:
+    def land(self, one: JobAttempt, data: memoryview) -> None:
         self.landed.append(bytes(data))
 
 
@@ -89,7 +89,7 @@ def test_a_damaged_answer_that_is_fast_does_not_beat_a_sound_one(make: Make) -> 
 
     def read(number: int, start: int, buffer: memoryview, attempt: Attempt) -> int:
         if number == 0:
-            # Late: the second try starts, is faster, and brings wrong bytes.
+            # Late: the second attempt starts, is faster, and brings wrong bytes.
             assert damaged.wait(LONG_S)
             return right(number, start, buffer, attempt)
         attempt.put(0, buffer, bytes(len(buffer)))
@@ -107,7 +107,7 @@ def test_a_damaged_answer_that_is_fast_does_not_beat_a_sound_one(make: Make) -> 
 def test_a_try_that_fails_when_its_job_has_ended_is_not_reported(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Regression: a second try that came too late was logged with a traceback."""
+    """Regression: a second attempt that came too late was logged with a traceback."""
     ended, failed = threading.Event(), threading.Event()
 
     def read(number: int, start: int, buffer: memoryview, attempt: Attempt) -> int:
@@ -337,7 +337,7 @@ def test_threads_whose_place_others_took_end_when_their_read_returns(make: Make)
 
 
 def test_credit_is_spent_by_second_tries_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credit for a second try was once lost when there was no memory for it."""
+    """Credit for a second attempt was once lost when there was no memory for it."""
     second = threading.Event()
     late: list[Attempt] = []
 
@@ -373,7 +373,7 @@ def test_a_failed_job_keeps_no_memory_alive(make: Make) -> None:
     freed = threading.Event()
 
     class Watched(Recorded):
-        def buffer(self, one: Try) -> memoryview:
+        def buffer(self, one: JobAttempt) -> memoryview:
 
             memory = Memory(self.length)
             weakref.finalize(memory, freed.set)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from bootseer.errors import CorruptError, UnavailableError
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.engine import FetchEngine, ReadInto, ReadJob, Try
+from bootseer.transfer.engine import FetchEngine, JobAttempt, ReadInto, ReadJob
 from bootseer.transfer.policy import Policy
 from bootseer.transfer.ranges import Priority
 from testbed.waiting import pause
@@ -24,7 +24,7 @@ class Flaky(ReadJob):
         self.landed_count = 0
         self._dice = random.Random(seed)
 
-    def open(self, one: Try) -> ReadInto:
+    def open(self, one: JobAttempt) -> ReadInto:
         if self._dice.random() < 0.05:
             raise UnavailableError("cannot be opened")
         one.tells_progress = self._dice.random() < 0.8
@@ -46,11 +46,11 @@ class Flaky(ReadJob):
                 return done
         return len(buffer)
 
-    def check(self, one: Try, data: memoryview) -> None:
+    def check(self, one: JobAttempt, data: memoryview) -> None:
         if data != DATA:
             raise CorruptError("wrong bytes")
 
-    def land(self, one: Try, data: memoryview) -> None:
+    def land(self, one: JobAttempt, data: memoryview) -> None:
         assert data == DATA
         self.landed_count += 1
 
@@ -86,7 +86,7 @@ def test_each_job_of_a_flaky_storage_ends_once() -> None:
         ]
     engine.close()
     assert all(job.landed_count == (job.error is None) for job in jobs)
-    assert not any(job.tries for job in jobs)
+    assert not any(job.attempts for job in jobs)
     assert sum(job.error is None for job in jobs) > len(jobs) / 2
     left = set(threading.enumerate()) - before
     assert not [thread.name for thread in left if thread.name.startswith("bootseer-")]

@@ -159,7 +159,10 @@ def test_attempts_are_as_the_model_plans_them(
     now_s = 0.0
     fractions = iter([fraction for what, _, fraction in events if what != "progress"])
     planner = Attempts(
-        Policy(attempts=attempts), deadline_s, clock=lambda: now_s, dice=lambda: next(fractions)
+        Policy(attempts=attempts),
+        deadline_s,
+        clock=lambda: now_s,
+        random_fraction=lambda: next(fractions),
     )
     answers: list[float | None] = []
     for what, took_s, _ in events:

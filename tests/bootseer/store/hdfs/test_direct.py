@@ -208,9 +208,9 @@ def test_an_object_that_is_kept_open_is_read_without_the_namenode(
     with open_store(hdfs_url) as store:
         store.publish("blobs/x", data)
 
-        def read(offset: int, length: int, *, is_second: bool = False) -> bytes:
+        def read(offset: int, length: int, *, asks_elsewhere: bool = False) -> bytes:
             buffer, attempt = bytearray(length), Attempt()
-            attempt.is_second = is_second
+            attempt.asks_elsewhere = asks_elsewhere
             count = store.read_verified("blobs/x", offset, memoryview(buffer), attempt)
             return bytes(buffer[:count])
 
@@ -222,5 +222,5 @@ def test_an_object_that_is_kept_open_is_read_without_the_namenode(
         finally:
             hdfs.start_namenode()
         # A reader that doubts the bytes lets HDFS verify them.
-        assert read(5, 100, is_second=True) == data[5:105]
+        assert read(5, 100, asks_elsewhere=True) == data[5:105]
         assert read(7, 100) == data[7:107]

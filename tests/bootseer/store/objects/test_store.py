@@ -406,7 +406,7 @@ def test_an_object_of_which_damage_came_is_no_more_read_past_the_storages_checks
         for key in ("a", "b"):
             for damage in (False, True, False, False):
                 buffer, attempt = bytearray(5), Attempt()
-                attempt.is_second = attempt.follows_damage = damage and key == "a"
+                attempt.asks_elsewhere = attempt.follows_damage = damage and key == "a"
                 assert store.read_verified(key, 0, memoryview(buffer), attempt) == 5
                 assert buffer == b"12345"
     assert opened == ["a", "b"]

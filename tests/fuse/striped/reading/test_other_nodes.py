@@ -44,7 +44,7 @@ class OtherNodes(SharedRanges):
         return key in self.parts
 
     def bring(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> bool:
-        assert not attempt.is_second
+        assert not attempt.asks_elsewhere
         data = self.change(self.parts[key][offset : offset + len(buffer)])
         if not data or not attempt.put(0, buffer, data):
             return False
