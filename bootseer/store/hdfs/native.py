@@ -12,6 +12,7 @@ Any thread. A forked child starts without a client.
 
 import ctypes
 import gc
+import math
 import os
 import re
 import threading
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakSet
 
 from bootseer.base.requests import NAMENODE, count_request
-from bootseer.base.wait_budget import AwayError
+from bootseer.base.wait_budget import WAIT_BUDGET, AwayError
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -130,10 +131,12 @@ class Native:
 
         Errors contain `verb` and `name`. `is_idempotent` says that the work is idempotent: it is
         repeated if the active NameNode has changed, or if the connection to it was lost. NameNodes
-        that are not ready are waited for until the deadline, or for `patience_s`.
+        that are not ready are waited for until the deadline, or for `patience_s`; a start waits
+        for them as for one that does not answer.
         """
         deadline_s = deadline_s or self.deadline_s
         attempts = Attempts(UNTIL_DEADLINE, self.patience_s or deadline_s)
+        failed_s = math.inf
         while True:
             try:
                 return self._run_once(work, verb, name, deadline_s, is_idempotent=is_idempotent)
@@ -143,7 +146,13 @@ class Native:
                 )
                 if not may_repeat:
                     raise
-                attempts.wait(error)
+                failed_s = min(failed_s, time.monotonic())
+                waited_s = time.monotonic() - failed_s
+                pause_s = attempts.pause_s(error)
+                if pause_s is None or waited_s + pause_s >= WAIT_BUDGET.left_s:
+                    WAIT_BUDGET.spend(waited_s)
+                    raise
+                time.sleep(pause_s)
 
     def _run_once(
         self,

@@ -1,6 +1,7 @@
 """Calls to HDFS that do not return: which part of the cluster the error names."""
 
 import contextlib
+import math
 import signal
 import threading
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.store import open_backend
 from tests.bootseer.store.hdfs.name_nodes import NativeClient, NativeFile, replaced_library
@@ -56,6 +58,25 @@ def test_a_signal_that_ends_the_waiting_is_no_failure_of_the_server(
     finally:
         signal.signal(signal.SIGALRM, before)
         release.set()
+
+
+def test_name_nodes_that_do_not_serve_use_up_the_patience_of_a_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: each lease of a start waited a deadline for the end of the safe mode."""
+
+    def refuse() -> None:
+        raise RuntimeError('RPCError("org.apache.hadoop.SafeModeException", "in safe mode")')
+
+    with replaced_library(monkeypatch, _Doing(refuse), "?deadline_s=6") as url:
+        WAIT_BUDGET.limit(2.5)
+        try:
+            with pytest.raises(UnavailableError, match="in safe mode"):
+                open_backend(url).stat("a")
+            # It ends when the next pause, of at most 1.6 s, would be too long.
+            assert WAIT_BUDGET.left_s <= 1.6
+        finally:
+            WAIT_BUDGET.limit(math.inf)
 
 
 def test_a_panic_is_a_failure_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
