@@ -2,6 +2,7 @@
 
 Without a limit each call has only its own deadline. A start sets two limits. Calls that fail after
 a wait use the budget up, and the rest bounds the next calls; calls that succeed use up nothing.
+Time in which several calls wait at once counts once.
 Until the storage has answered for the first time, the calls have a much smaller budget together,
 the *first answer's*. A storage that has used it up is away, and no later call asks it
 (`AwayError`). Storage where nobody takes connections is away sooner.
@@ -11,6 +12,7 @@ several threads. Thread-safe.
 """
 
 import math
+import threading
 import time
 
 from bootseer.errors import DeadlineError, UnavailableError
@@ -51,7 +53,13 @@ class WaitBudget:
         self.limit(math.inf)
 
     def limit(self, seconds: float, *, first_answer_s: float = math.inf) -> None:
-        """Set the budget, and that of the first answer; `math.inf` removes a limit."""
+        """Set the budget, and that of the first answer; `math.inf` removes a limit.
+
+        In a forked process, whose parent may have had threads, this comes before anything else.
+        """
+        self._lock = threading.Lock()
+        self._waits: list[tuple[float, float]] = []
+        """Times in which calls have waited in vain: disjoint, the earliest first."""
         self._limit_s = self._left_s = seconds
         self._first_limit_s = self._first_left_s = first_answer_s
         self._refused_at_s = math.inf
@@ -74,8 +82,17 @@ class WaitBudget:
         return self._first_left_s < math.inf
 
     def spend(self, seconds: float) -> None:
-        """Subtract the wait of a call that failed."""
-        if seconds > _FREE_S:
+        """Subtract the wait of a call that fails now, without what is subtracted already."""
+        if seconds <= _FREE_S:
+            return
+        with self._lock:
+            now_s = time.monotonic()
+            begun_s = now_s - seconds
+            others = [wait for wait in self._waits if wait[1] > begun_s]
+            begun_s = min([begun_s, *(begun for begun, _ in others)])
+            self._waits = [wait for wait in self._waits if wait[1] <= begun_s]
+            self._waits.append((begun_s, now_s))
+            seconds = now_s - begun_s - sum(ended - begun for begun, ended in others)
             self._left_s -= seconds
             self._first_left_s -= seconds
 

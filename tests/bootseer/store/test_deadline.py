@@ -5,6 +5,7 @@ import math
 import os
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -158,4 +159,44 @@ def test_a_call_that_fails_soon_uses_up_nothing_of_the_budget() -> None:
         wait_budget.spend(0.4)
     assert wait_budget.left_s == 6.0
     wait_budget.spend(0.75)
-    assert wait_budget.left_s == 5.25
+    assert wait_budget.left_s == pytest.approx(5.25)
+
+
+def test_calls_that_wait_at_once_use_the_budget_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: sixteen reads that stalled for four seconds used up a minute."""
+    wait_budget = WaitBudget()
+    monkeypatch.setattr("bootseer.store.deadline.WAIT_BUDGET", wait_budget)
+    wait_budget.limit(8.0)
+    caller = DeadlineCaller("test", 16)
+    release = threading.Event()
+    together = threading.Barrier(16)
+
+    def read(_: int) -> None:
+        together.wait(60)
+        with pytest.raises(DeadlineError):
+            caller.run(lambda _: release.wait(60), 1.0)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(read, range(16)))
+    release.set()
+    assert not wait_budget.is_spent
+    caller.close()
+
+
+def test_waits_that_overlap_count_as_long_as_anything_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wait_budget, now_s = WaitBudget(), 100.0
+    monkeypatch.setattr("bootseer.base.wait_budget.time.monotonic", lambda: now_s)
+    wait_budget.limit(100.0)
+    # Ends at, length, rest of the budget.
+    for now_s, seconds, left_s in (  # noqa: B007
+        (110.0, 5.0, 95.0),
+        (111.0, 3.0, 94.0),
+        (120.0, 2.0, 92.0),
+        (130.0, 30.0, 70.0),
+        (130.0, 4.0, 70.0),
+        (140.0, 20.0, 60.0),
+    ):
+        wait_budget.spend(seconds)
+        assert wait_budget.left_s == left_s
