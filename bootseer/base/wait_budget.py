@@ -17,10 +17,10 @@ import time
 
 from bootseer.errors import DeadlineError, UnavailableError
 
-FIRST_ANSWER_S = 5.0
+FIRST_ANSWER_S = 6.0
 """Longest wait of a start for the first answer of its store. TCP sends a lost SYN again after 1 and
-3 s, a NameNode's pause for garbage collection and a planned failover end within seconds, and a
-login to a bucket takes about a second."""
+3 s, a resolver a lost question after 5 s, a NameNode's pause for garbage collection and a planned
+failover end within seconds, and a login to a bucket takes about a second."""
 _FIRST_ANSWER_SHARE = 1 / 12
 """The same as a share of the deadline: a longer deadline than usual makes the wait longer, too."""
 REFUSED_S = 1.0

@@ -30,7 +30,7 @@ _TOGETHER_S = 600.0
 # Longest wait for the lock of the folder of timelines.
 _LOCK_S = 3.0
 # Longest time that the store may take for the whole agreement; for its first answer it has less.
-_STORE_S = 6.0
+_STORE_S = 7.0
 # Begins the answer of a copy that found the store away; the reason follows.
 _AWAY = "!"
 # Time in which a copy ends whose requests have reached their limit.

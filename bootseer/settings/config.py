@@ -228,7 +228,7 @@ class Settings(Struct, frozen=True):
         SECONDS,
         "60",
         "Longest single wait, and limit for the sum of a start's waits without success; a start "
-        "waits up to 5 s, or a twelfth of this if that is more, for its store's first answer.",
+        "waits up to 6 s, or a twelfth of this if that is more, for its store's first answer.",
     )
     cache_limit_bytes: int = _setting(SIZE, "100GB", "Limit for the node's cache.")
     memory_bytes: int = _setting(SIZE, "512MiB", "Memory limit of a checkpoint mount.")

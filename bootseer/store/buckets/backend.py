@@ -211,12 +211,12 @@ class BucketBackend(Backend):
     def _stat(self, path: str, *, is_file: bool) -> FileInfo:
         bucket = self._bucket(path)[2]
 
-        def head(store: Any, key: str, _: Call[Any]) -> FileInfo:
+        def head(store: Any, key: str, call: Call[Any]) -> FileInfo:
             if key:
                 try:
                     return _info(path, load_obstore().head(store, key))
                 except FileNotFoundError:
-                    pass
+                    call.progress()  # an answer; the listing is a request of its own
             if not (is_file and bucket in self._known_buckets):
                 # The listing also fails if the bucket does not exist.
                 is_folder = self._has_below(store, key) or not key
