@@ -11,6 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+# Else mfusepy takes libfuse 2 where a machine has both.
+os.environ["FUSE_LIBRARY_NAME"] = "fuse3"
+
 import mfusepy
 
 _FIELDS = ("st_mode", "st_size", "st_nlink", "st_uid", "st_gid", "st_mtime", "st_atime", "st_ctime")
@@ -27,9 +30,8 @@ class Mirror(mfusepy.Operations):  # type: ignore[misc]
         self._direct_io = direct_io
 
     def init_with_config(self, conn_info: Any, config: Any) -> None:
-        if config is not None:
-            config.direct_io = int(self._direct_io)
-            config.kernel_cache = int(not self._direct_io)
+        config.direct_io = int(self._direct_io)
+        config.kernel_cache = int(not self._direct_io)
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         status = os.lstat(self._root + path)
