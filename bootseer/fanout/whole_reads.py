@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from bootseer.base.content_digest import content_digest
 from bootseer.base.documents import ReadableStore
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import NotFoundError
 from bootseer.settings.config import Settings
 from bootseer.transfer.ranges import Chunk
@@ -75,8 +76,12 @@ class StartDocuments:
     """Small documents without a digest that all nodes of a start read, such as an image's record.
 
     They come from other nodes (`documents`) if the start has a fan-out, else from the store. Within
-    a start they stay as they were when a node first read them.
+    a start they stay as they were when a node first read them. Where the store is away, other nodes
+    are asked until one document does not come: the next would be waited for as long.
     """
+
+    _is_left = False
+    """Whether the last question of this process had no answer."""
 
     def __init__(self, settings: Settings, store: ReadableStore) -> None:
         """Create the reader; `store` is the own store."""
@@ -92,7 +97,11 @@ class StartDocuments:
 
     def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
         """Return bytes of a document; as `Store.read`."""
-        answer = _ask(self._settings, key) if self._settings.fanout and key.isascii() else None
+        is_hopeless = WAIT_BUDGET.is_spent and StartDocuments._is_left
+        answer = None
+        if self._settings.fanout and key.isascii() and not is_hopeless:
+            answer = _ask(self._settings, key)
+            StartDocuments._is_left = answer is None
         if answer is None:
             self.reads_store = True
             return self._store.read(key, offset, length)

@@ -2,6 +2,7 @@
 
 import array
 import contextlib
+import math
 import os
 import random
 import socket
@@ -15,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.base.content_digest import content_digest
-from bootseer.errors import CorruptError
+from bootseer.base.wait_budget import WAIT_BUDGET
+from bootseer.errors import CorruptError, UnavailableError
 from bootseer.fanout import local
 from bootseer.fanout.local import (
     HEAD,
@@ -29,7 +31,7 @@ from bootseer.fanout.local import (
     decode_request,
     fanout_address,
 )
-from bootseer.fanout.whole_reads import read_whole
+from bootseer.fanout.whole_reads import ANSWER, PRESENT, StartDocuments, read_whole
 from bootseer.settings.config import Settings, load_config
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.chunks import ChunkFetcher
@@ -296,3 +298,44 @@ def test_a_request_that_is_damaged_is_refused(data: st.DataObject) -> None:
     except (CorruptError, struct.error):
         return
     assert can_be_shared(found.chunks)
+
+
+class _AwayStore:
+    url = "s3://bucket/store"
+
+    def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
+        raise UnavailableError("the store is away")
+
+
+def test_documents_of_a_store_that_is_away_are_asked_for_until_one_does_not_come(
+    settings: Settings,
+) -> None:
+    """Regression: each set-up of a start waited six seconds for the document of its snapshot."""
+    answers = [PRESENT + b"one", b"", PRESENT + b"two"]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(fanout_address(settings))
+        listener.listen()
+
+        def serve() -> None:
+            for answer in tuple(answers):
+                connection, _ = listener.accept()
+                with connection, connection.makefile("rb") as request:
+                    _, count, _ = HEAD.unpack(request.read(HEAD.size))
+                    request.read(count)
+                    answers.remove(answer)
+                    if answer:
+                        connection.sendall(ANSWER.pack(False, len(answer)) + answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        WAIT_BUDGET.limit(60.0, first_answer_s=6.0)
+        WAIT_BUDGET.give_up()
+        try:
+            # The neighbours' store is not away.
+            assert StartDocuments(settings, _AwayStore()).read("images/a") == b"one"
+            for _ in range(2):
+                with pytest.raises(UnavailableError, match="away"):
+                    StartDocuments(settings, _AwayStore()).read("images/b")
+            assert answers == [PRESENT + b"two"]
+        finally:
+            WAIT_BUDGET.limit(math.inf)
+        assert StartDocuments(settings, _AwayStore()).read("images/b") == b"two"
