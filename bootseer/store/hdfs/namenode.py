@@ -80,7 +80,7 @@ SILENT_S = 60.0
 # Time for a NameNode to restart or a name to resolve; after that the address is taken for wrong.
 _REACH_S = 10.0
 _REACH_CONNECT_S = 3.0
-_REFUSAL = "SIMPLE authentication is not enabled"
+_KERBEROS_REQUIRED = "SIMPLE authentication is not enabled"
 _NAMES, _ADDRESS = "dfs.ha.namenodes.", "dfs.namenode.rpc-address."
 _CONFIG_FILES = ("core-site.xml", "hdfs-site.xml")
 
@@ -89,8 +89,8 @@ _SPACE_S = 10.0
 # which walks through the directory.
 _NO_QUOTA = 2**63
 _NO_QUOTA_S = 3600.0
-# The NameNode uses a DataNode only if it has room for a block besides the blocks that are being
-# written to it, counted as full blocks, and those that failed in the last minutes: about so many.
+# Full blocks for which a DataNode must have room before the NameNode chooses it, roughly: the new
+# block, the blocks that are being written to it, and those that failed in the last minutes.
 _ROOM_BLOCKS = 16
 
 # Exceptions of a NameNode that has executed nothing and will serve calls a little later: it was
@@ -230,7 +230,7 @@ class NameNodes:
     """
 
     def __init__(self, cluster: str, deadline_s: float) -> None:
-        """Note the cluster, `hdfs://HOST:PORT` or `hdfs://NAMESERVICE`; no request is sent."""
+        """Prepare without a request; `cluster`: `hdfs://HOST:PORT` or `hdfs://NAMESERVICE`."""
         self._cluster = cluster
         self._deadline_s = deadline_s
         self._state = _CallState.UNKNOWN
@@ -245,7 +245,7 @@ class NameNodes:
         reset_in_children(self)
 
     def reset(self) -> None:
-        """Replace the lock; a forked child calls this."""
+        """Replace the lock, which another thread of the parent may hold, in a forked child."""
         self._lock = threading.Lock()
         """Also held while the NameNodes are asked for the first time."""
 
@@ -261,11 +261,11 @@ class NameNodes:
         configuration does not.
         """
         with self._lock:
-            config = _config(self._cluster)
+            config = _cluster_config(self._cluster)
             if self._state is _CallState.UNKNOWN:
                 if config.is_secure:
                     self._await_reachable(config)
-                if error := self._find(config, CallWait.CHECK):
+                if error := self._probe(config, CallWait.CHECK):
                     self._await_reachable(config)
                     self._explain_silence(error)
             if self._state is _CallState.UNCONFIGURED:
@@ -277,20 +277,21 @@ class NameNodes:
 
     def take_calls(self) -> bool:
         """Return whether the active NameNode accepts our calls; with Kerberos it does not."""
-        return self._found(CallWait.USUAL) is not None
+        return self._config_if_open(CallWait.USUAL) is not None
 
-    def _found(self, wait: CallWait) -> _ClusterConfig | None:
+    def _config_if_open(self, wait: CallWait) -> _ClusterConfig | None:
+        """Return the configuration if NameNodes accept our calls, asking them if need be."""
         with self._lock:
             is_due = wait is CallWait.LONG or time.monotonic() >= self._silent_until_s
             if (
                 self._state is _CallState.UNKNOWN
                 and is_due
-                and self._find(_config(self._cluster), wait)
+                and self._probe(_cluster_config(self._cluster), wait)
             ):
                 self._silent_until_s = time.monotonic() + SILENT_S
             return self._config
 
-    def _find(self, config: _ClusterConfig, wait: CallWait) -> BootseerError | None:
+    def _probe(self, config: _ClusterConfig, wait: CallWait) -> BootseerError | None:
         """Find out whether calls are accepted; return the error if no NameNode answers."""
         if config.is_secure:
             self._state = _CallState.CLOSED
@@ -299,7 +300,7 @@ class NameNodes:
         try:
             self._answer(config, "getFileInfo", request, wait)
         except RpcError as error:
-            is_kerberos = _REFUSAL in str(error)
+            is_kerberos = _KERBEROS_REQUIRED in str(error)
             self._state = _CallState.UNCONFIGURED if is_kerberos else _CallState.CLOSED
         except BootseerError as error:
             return error
@@ -320,7 +321,9 @@ class NameNodes:
             hint += (
                 ", or, for a nameservice, that HADOOP_CONF_DIR names the folder of hdfs-site.xml"
             )
-        while failures := _refusals(config.addresses, min(_REACH_CONNECT_S, attempts.left_s)):
+        while failures := _connection_errors(
+            config.addresses, min(_REACH_CONNECT_S, attempts.left_s)
+        ):
             reasons = ", ".join(
                 f"{host}:{port}: {_reason(error)}" for (host, port), error in failures.items()
             )
@@ -360,7 +363,9 @@ class NameNodes:
         one that hangs.
         """
         timeout_s = min(_CHECK_S, WAIT_BUDGET.left_s)
-        failures = list(_refusals(_config(self._cluster).addresses, timeout_s).values())
+        failures = list(
+            _connection_errors(_cluster_config(self._cluster).addresses, timeout_s).values()
+        )
         return failures[-1] if failures else None
 
     def order(self) -> dict[str, str]:
@@ -393,7 +398,7 @@ class NameNodes:
 
     def writing_servers(self, path: str) -> tuple[str, ...]:
         """Return the UUIDs of the DataNodes of the last block of `path`, which is being written."""
-        found = self._located(path, 1)
+        found = self._block_locations(path, 1)
         blocks = [found.lastBlock] if found.HasField("lastBlock") else found.blocks[-1:]
         return tuple(_text(server.id.datanodeUuid) for block in blocks for server in block.locs)
 
@@ -402,7 +407,7 @@ class NameNodes:
 
         Raises: RpcError with FileNotFoundException in its text if there is no such file.
         """
-        return bool(self._located(path, 1, CallWait.USUAL).underConstruction)
+        return bool(self._block_locations(path, 1, CallWait.USUAL).underConstruction)
 
     def stored_blocks(self, path: str) -> tuple[StoredBlock, ...]:
         """Return up to about a thousand of the first blocks of a file, in order.
@@ -410,19 +415,19 @@ class NameNodes:
         The result is empty if the file is encrypted, erasure-coded or being written: its blocks do
         not contain its plain bytes then.
         """
-        found = self._located(path, _LOCATED_BYTES)
+        found = self._block_locations(path, _LOCATED_BYTES)
         if found.underConstruction or not _is_plain(found):
             return ()
         if found.blocks and found.blocks[0].b.numBytes >= _LARGE_BLOCK_BYTES:
             last = found.blocks[-1]
             if last.offset + last.b.numBytes >= _LOCATED_BYTES:
-                found = self._located(path, 1000 * _LARGE_BLOCK_BYTES)
+                found = self._block_locations(path, 1000 * _LARGE_BLOCK_BYTES)
         return tuple(
             StoredBlock(one.offset, one.b, one.blockToken, self._replicas(one))
             for one in found.blocks
         )
 
-    def _located(self, path: str, end: int, wait: CallWait = CallWait.SHORT) -> Message:
+    def _block_locations(self, path: str, end: int, wait: CallWait = CallWait.SHORT) -> Message:
         return self.call("getBlockLocations", wait, src=path, offset=0, length=end).locations
 
     def _replicas(self, block: Message) -> tuple[Replica, ...]:
@@ -442,8 +447,8 @@ class NameNodes:
     ) -> AddedBlock:
         """Allocate the next block of a file that `holder` is writing, not on `excluded` DataNodes.
 
-        The next block is the first one, or the one after `previous` as soon as the DataNodes have
-        reported `previous`.
+        Without `previous`, that is the first block. With it, the call waits until the DataNodes
+        have reported the block `previous`.
         """
         wait = CallWait.SHORT if previous is None else CallWait.LONG
         attempts = Attempts(SOON, self._deadline_s)
@@ -484,7 +489,7 @@ class NameNodes:
 
     def answer(self, method: str, request: bytes, wait: CallWait) -> bytes:
         """Return the response to a serialized request."""
-        config = self._found(wait)
+        config = self._config_if_open(wait)
         if config is None:
             raise NoCallsError("the NameNode takes no calls from us")
         return self._answer(config, method, request, wait)
@@ -713,8 +718,8 @@ def _user() -> str:
         return str(os.geteuid())
 
 
-def _config(cluster: str) -> _ClusterConfig:
-    config, parts = _configuration(), urlsplit(cluster)
+def _cluster_config(cluster: str) -> _ClusterConfig:
+    config, parts = _hadoop_configuration(), urlsplit(cluster)
     host = parts.hostname or ""
     listed = config.get(_NAMES + host, "") if parts.port is None else ""
     known = {
@@ -735,7 +740,7 @@ def _address(text: str) -> Address:
     return (host, int(port)) if host and port.isdigit() else (text, _DEFAULT_PORT)
 
 
-def _configuration() -> dict[str, str]:
+def _hadoop_configuration() -> dict[str, str]:
     """Return the Hadoop configuration of this machine, from the files that hdfs-native reads."""
     folder = os.environ.get("HADOOP_CONF_DIR")
     if folder is None and (home := os.environ.get("HADOOP_HOME")):
@@ -758,7 +763,7 @@ def _configuration() -> dict[str, str]:
     return values
 
 
-def _refusals(addresses: Sequence[Address], timeout_s: float) -> dict[Address, OSError]:
+def _connection_errors(addresses: Sequence[Address], timeout_s: float) -> dict[Address, OSError]:
     """Return the connection error of each address; empty if one of them takes a connection."""
     failures = {}
     for address in addresses:

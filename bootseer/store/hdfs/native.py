@@ -166,7 +166,7 @@ class Native:
         connection_error: OSError | None = None
         count_request(NAMENODE)
 
-        def check_refusal() -> None:
+        def check_connection() -> None:
             nonlocal connection_error
             connection_error = self._name_nodes.connection_error() or connection_error
 
@@ -181,11 +181,11 @@ class Native:
 
         # Exceptions of the waiting thread, such as KeyboardInterrupt, are not translated.
         try:
-            return self._caller.run(translated, deadline_s, on_wait=check_refusal)
+            return self._caller.run(translated, deadline_s, on_wait=check_connection)
         except AwayError as error:
             raise translate(error, what) from error
         except DeadlineError as error:
-            check_refusal()
+            check_connection()
             if connection_error is not None:
                 # The NameNode may be back by now; hdfs-native may not have noticed.
                 raise UnavailableError(
@@ -434,12 +434,12 @@ def _begin_in_child() -> None:
         leak(client)
 
 
-def leak(parents: "Client | FileReader") -> None:
-    """Leak a client or file of the parent process.
+def leak(handle: "Client | FileReader") -> None:
+    """Keep a client or file of the parent process from being freed, for ever.
 
     Freeing it would wait, with the GIL held, for threads that stayed in the parent.
     """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(parents.inner))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle.inner))
 
 
 os.register_at_fork(before=_collect_garbage, after_in_child=_begin_in_child)

@@ -145,12 +145,12 @@ class PlacedGroup(FileGroup):
     def __init__(
         self,
         backend: Backend,
-        placement: ServerChooser,
+        chooser: ServerChooser,
         create: Callable[[str], HdfsWriter],
         is_one_rack: Callable[[], bool],
     ) -> None:
         super().__init__(backend)
-        self._placement = placement
+        self._chooser = chooser
         self._create = create
         self._is_one_rack = is_one_rack
         self._stored_on: list[Group] = []
@@ -159,34 +159,34 @@ class PlacedGroup(FileGroup):
 
     @property
     def block_bytes(self) -> int:
-        return self._placement.block_bytes
+        return self._chooser.block_bytes
 
     def create(self, path: str, *, is_checked: bool = False) -> "PlacedWriter":
         writer = self._create(path)
         if is_checked:
             writer.expect_checksums()
-        servers = self._placement.choose(writer.place, is_one_rack=self._is_one_rack())
+        servers = self._chooser.choose(writer.place, is_one_rack=self._is_one_rack())
         return PlacedWriter(writer, servers, self, path)
 
     def end(self) -> None:
         while self._stored_on:
-            self._placement.release(self._stored_on.pop())
+            self._chooser.release(self._stored_on.pop())
 
     def count_actual(self, path: str, writer: HdfsWriter, chosen: Group) -> Group:
         """Count a file on its actual servers once its first bytes are written.
 
         They may differ from the chosen ones, of which one may be dead.
         """
-        if not self._placement.block_bytes:
-            self._placement.block_bytes = self.backend.stat(path).block_bytes
-        return self._placement.count_actual(chosen, writer.servers()) if chosen else chosen
+        if not self._chooser.block_bytes:
+            self._chooser.block_bytes = self.backend.stat(path).block_bytes
+        return self._chooser.count_actual(chosen, writer.servers()) if chosen else chosen
 
     def stop_counting(self, servers: Group, *, is_stored: bool) -> None:
         """Note that a file on `servers` is no longer open."""
         if is_stored:
             self._stored_on.append(servers)
         else:
-            self._placement.release(servers)
+            self._chooser.release(servers)
 
 
 class PlacedWriter(Writer):

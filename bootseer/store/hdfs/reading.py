@@ -52,23 +52,24 @@ REMEMBERED_S = 60.0
 _DOUBTED_S = 2.0
 """Time for which a DataNode counts as slow after a read that was given up; doubled each time until
 a read ends well. The bytes may have waited behind those of other reads."""
-_LATELY_S = 5.0
-"""Time in which the weight of a read falls to a third in the plan of who reads how much."""
+_FADE_S = 5.0
+"""Time in which the weight of a past read falls to a third in the plan."""
 _PLAN_S = 0.1
 """Time after which the plan is made anew."""
 _PLAN_STEPS = 160
-"""Steps of one plan, of 4 us each: with eight groups, a chain of eight DataNodes is even then."""
+"""Steps of one plan, of 4 us each: enough to even out a chain of eight DataNodes (eight groups)."""
 _GROUPS_MAX = 32
-"""Groups of DataNodes in the plan, those that were read last. The blocks of more groups lie evenly
-enough without one."""
-_TELLING_BYTES = 256 << 10
+"""Groups of DataNodes in the plan, those that were read last. The blocks of more groups are spread
+evenly enough without a plan."""
+_PACE_MIN_BYTES = 256 << 10
 """Size from which the time of a read depends on the DataNode's speed, not on the round trip."""
-_ALIKE = 3.0
+_ALIKE_RATIO = 3.0
 """Ratio up to which two DataNodes count as equally fast: measurements vary so much."""
 _PATIENCE_S = 0.1
 """Time before the first byte of a read that is not held against a DataNode: its disk may seek."""
-_FAR = 4.0
-"""Cost of a read from another rack in reads of the own rack: racks share the network between."""
+_FAR_FACTOR = 4.0
+"""Cost of a read from another rack, in reads from the own rack: the network between racks is shared
+by all reads from other racks."""
 _CLIENT = "bootseer"
 _RESPONSE_MAX_BYTES = 4096
 # A DataNode sends from and to multiples of this, or to the end of the block. The bytes around the
@@ -551,7 +552,7 @@ class _Group(Struct, eq=False):
 
     def fade(self, now_s: float) -> None:
         """Let the weights of earlier reads fall."""
-        factor = math.exp((self.at_s - now_s) / _LATELY_S)
+        factor = math.exp((self.at_s - now_s) / _FADE_S)
         self.given = {address: count * factor for address, count in self.given.items()}
         self.at_s = now_s
 
@@ -608,7 +609,7 @@ class ReplicaChooser:
             ]
             if not usable:
                 return None
-            typical = self._typical(now_s)
+            typical = self._typical_pace(now_s)
             group = self._group(usable, now_s)
             if now_s - self._planned_s >= _PLAN_S:
                 self._plan(typical, now_s)
@@ -632,15 +633,15 @@ class ReplicaChooser:
             reads = self._under_way[address]
             read = next(each for each in reads if each.attempt is attempt)
             reads.remove(read)
-            known = self._known(address, now_s)
-            seen = _seen(read, now_s)
+            known = self._known_pace(address, now_s)
+            seen = _pace_so_far(read, now_s)
             if attempt.is_given_up:
                 # The whole read would have taken longer.
                 doubt = self._doubts.get(address)
                 lasts_s = min(2 * doubt.lasts_s, REMEMBERED_S) if doubt else _DOUBTED_S
-                pace = max(seen, self._doubted(address, now_s))
+                pace = max(seen, self._doubted_pace(address, now_s))
                 self._doubts[address] = _Doubt(pace, now_s + lasts_s, lasts_s)
-            elif attempt.done_bytes - read.begun_bytes >= _TELLING_BYTES:
+            elif attempt.done_bytes - read.begun_bytes >= _PACE_MIN_BYTES:
                 self._doubts.pop(address, None)
                 pace = (known + seen) / 2 if known else seen
                 self._paces[address] = (pace, now_s + REMEMBERED_S)
@@ -697,31 +698,31 @@ class ReplicaChooser:
         """Return the expected time of a read from a replica, in reads from an idle, typical one."""
         cost = float(len(self._under_way[replica.address]) + 1)
         cost *= self._slowness(replica.address, typical, now_s)
-        return cost * _FAR if replica.is_far else cost
+        return cost * _FAR_FACTOR if replica.is_far else cost
 
     def _slowness(self, address: Address, typical: float, now_s: float) -> float:
-        """Return how many times slower a DataNode is than a typical one; 1.0 if it may be alike."""
+        """Return how many times slower a DataNode is than a typical one, 1.0 if alike."""
         # Reads that are overdue show how slow the DataNode is at least.
         reads = self._under_way[address]
-        waited = (_seen(read, now_s - _PATIENCE_S) for read in reads)
-        pace = max(self._known(address, now_s), self._doubted(address, now_s), *waited)
-        return pace / typical if typical and pace > _ALIKE * typical else 1.0
+        waited = (_pace_so_far(read, now_s - _PATIENCE_S) for read in reads)
+        pace = max(self._known_pace(address, now_s), self._doubted_pace(address, now_s), *waited)
+        return pace / typical if typical and pace > _ALIKE_RATIO * typical else 1.0
 
-    def _typical(self, now_s: float) -> float:
+    def _typical_pace(self, now_s: float) -> float:
         """Return the median pace of the known DataNodes; 0 if none is known."""
         known = sorted(pace for pace, until_s in self._paces.values() if until_s > now_s)
         return known[(len(known) - 1) // 2] if known else 0.0
 
-    def _known(self, address: Address, now_s: float) -> float:
+    def _known_pace(self, address: Address, now_s: float) -> float:
         pace, until_s = self._paces.get(address, (0.0, 0.0))
         return pace if until_s > now_s else 0.0
 
-    def _doubted(self, address: Address, now_s: float) -> float:
+    def _doubted_pace(self, address: Address, now_s: float) -> float:
         doubt = self._doubts.get(address)
         return doubt.pace if doubt is not None and doubt.until_s > now_s else 0.0
 
 
-def _seen(read: _Read, now_s: float) -> float:
+def _pace_so_far(read: _Read, now_s: float) -> float:
     """Return the seconds per byte of a read so far."""
-    done_bytes = max(read.attempt.done_bytes - read.begun_bytes, _TELLING_BYTES)
+    done_bytes = max(read.attempt.done_bytes - read.begun_bytes, _PACE_MIN_BYTES)
     return (now_s - read.begun_s) / done_bytes / read.beside

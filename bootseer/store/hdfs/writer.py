@@ -102,7 +102,7 @@ class HdfsWriter(Writer):
         self._name = name
         self._retry_policy = retry_policy
         self._state = _WriterState.BUFFERED
-        self._is_verified = False
+        self._has_checksums = False
         self._placed: PlacedBlock | None = None
         self._direct: DirectFile | None = None
         """Set in the state DIRECT."""
@@ -122,7 +122,7 @@ class HdfsWriter(Writer):
 
         Call this before the first write.
         """
-        self._is_verified = True
+        self._has_checksums = True
 
     def place(self, avoid: Collection[str]) -> tuple[str, ...] | None:
         """Allocate the file's first block on servers other than `avoid`, before the first write.
@@ -168,7 +168,7 @@ class HdfsWriter(Writer):
     def write_all(self, pieces: Sequence[Piece], note_progress: Callable[[], None]) -> None:
         if self._state is _WriterState.CLOSED:
             raise InvalidInputError(f"cannot write {self._name}: closed")
-        if self._is_verified and self._state is _WriterState.BUFFERED and not self._size_bytes:
+        if self._has_checksums and self._state is _WriterState.BUFFERED and not self._size_bytes:
             self._direct = self._begin_direct(LARGE)
             if self._direct is not None:
                 self._state = _WriterState.DIRECT
