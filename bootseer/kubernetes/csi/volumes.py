@@ -68,7 +68,7 @@ from bootseer.prefetch.index.catalogue import REGISTRY
 from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.snapshotter.lazy_trees import LazyTrees
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
-from bootseer.served.service import VOLUME, find_checkpoints
+from bootseer.served.service import VOLUME, Service, find_checkpoints
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.catalogue import admit_tree
@@ -77,8 +77,10 @@ from bootseer.snapshots.mounting import cache_index, record_name_of
 from bootseer.snapshots.scan import text_of
 from bootseer.store import open_own_store
 
+_log = logging.getLogger(__name__)
+
 _USAGE_S = 5.0
-_MODE = 0o750
+_TARGET_MODE = 0o750
 
 
 def checked_target(kubelet_dir: Path, target: str) -> Path:
@@ -103,7 +105,7 @@ def make_target(target: Path) -> None:
     if minor_at(target) is not None:
         return
     try:
-        target.mkdir(mode=_MODE, parents=True, exist_ok=True)
+        target.mkdir(mode=_TARGET_MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise from_oserror(error, f"make the target {target}") from error
 
@@ -193,17 +195,15 @@ def usage_of(path: Path) -> os.statvfs_result:
     return answer
 
 
-_log = logging.getLogger(__name__)
-
 # <linux/loop.h>: a free device's number, a device's file and settings in one step (Linux 5.8).
 _LOOP_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
 _LOOP_MAJOR = 7
 _AUTOCLEAR = 4
 # struct loop_config: the file, the size of a block, loop_info64 with its flags, and eight words.
-_CONFIG = struct.Struct("=II52xI176x64x")
-_MAKE_S = 120.0
-_TRIES = 10
-_FLAGS = namespaces.MS_NODEV | namespaces.MS_NOSUID
+_LOOP_CONFIG = struct.Struct("=II52xI176x64x")
+_MKFS_S = 120.0
+_LOOP_ATTEMPTS_MAX = 10
+_MOUNT_FLAGS = namespaces.MS_NODEV | namespaces.MS_NOSUID
 
 
 def mount_writable(tree: Path, target: Path, folder: Path, size_bytes: int) -> None:
@@ -227,7 +227,7 @@ def mount_writable(tree: Path, target: Path, folder: Path, size_bytes: int) -> N
                 os.chown(room / "upper", status.st_uid, status.st_gid)
                 os.chmod(room / "upper", stat.S_IMODE(status.st_mode))
                 mount_layers(
-                    [tree], room, target, source=MOUNT_SOURCE, flags=_FLAGS, has_renames=True
+                    [tree], room, target, source=MOUNT_SOURCE, flags=_MOUNT_FLAGS, has_renames=True
                 )
     except OSError as error:
         raise from_oserror(error, f"make {target} writable") from error
@@ -235,14 +235,14 @@ def mount_writable(tree: Path, target: Path, folder: Path, size_bytes: int) -> N
 
 @contextlib.contextmanager
 def _upper_file_system(scratch: Path, size_bytes: int) -> Iterator[Path]:
-    """Mount a new file system for the block; afterwards it lives as long as an overlay uses it."""
+    """Mount a new file system at the yielded path; after the block, only overlays keep it alive."""
     room = scratch / "room"
     room.mkdir(mode=0o700)
     try:
         _mount_on_disk(scratch / "disk", room, size_bytes)
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("a pod's writable environment uses memory instead of the disk: %s", error)
-        namespaces.mount(MOUNT_SOURCE, room, "tmpfs", _FLAGS, f"mode=700,size={size_bytes}")
+        namespaces.mount(MOUNT_SOURCE, room, "tmpfs", _MOUNT_FLAGS, f"mode=700,size={size_bytes}")
     try:
         yield room
     finally:
@@ -259,12 +259,12 @@ def _mount_on_disk(disk: Path, room: Path, size_bytes: int) -> None:
             ["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", str(disk)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_MAKE_S,
+            timeout=_MKFS_S,
             check=True,
         )
         loop, device = _attach(fd)
         try:
-            namespaces.mount(device, room, "ext4", _FLAGS)
+            namespaces.mount(device, room, "ext4", _MOUNT_FLAGS)
         finally:
             # LO_FLAGS_AUTOCLEAR detaches the device when the file system is unmounted.
             os.close(loop)
@@ -276,7 +276,7 @@ def _mount_on_disk(disk: Path, room: Path, size_bytes: int) -> None:
 def _attach(fd: int) -> tuple[int, str]:
     """Attach an open file to a free loop device, and return the device's descriptor and path."""
     with Path("/dev/loop-control").open("rb", buffering=0) as control:
-        for _ in range(_TRIES):
+        for _ in range(_LOOP_ATTEMPTS_MAX):
             number = fcntl.ioctl(control, _LOOP_GET_FREE)
             device = f"/dev/loop{number}"
             if not os.path.exists(device):
@@ -284,7 +284,7 @@ def _attach(fd: int) -> tuple[int, str]:
                 os.mknod(device, stat.S_IFBLK | 0o600, os.makedev(_LOOP_MAJOR, number))
             loop = os.open(device, os.O_RDWR | os.O_CLOEXEC)
             try:
-                fcntl.ioctl(loop, _LOOP_CONFIGURE, _CONFIG.pack(fd, 0, _AUTOCLEAR))
+                fcntl.ioctl(loop, _LOOP_CONFIGURE, _LOOP_CONFIG.pack(fd, 0, _AUTOCLEAR))
             except OSError as error:
                 os.close(loop)
                 if error.errno != errno.EBUSY:
@@ -338,7 +338,7 @@ class VolumeTrees:
     def show(
         self, settings: Settings, key: TreeKey, volume: Volume, tree: VolumeTree, target: Path
     ) -> int:
-        """Bind the tree to `target`, mounting it first if need be; return its minor number.
+        """Bind the tree to `target`, mounting it first if need be; return its minor device number.
 
         `settings`: those of the volume's start, for a new mount.
         """
@@ -456,17 +456,14 @@ class CheckpointServers:
 
     def minor(self, directory: Path) -> int | None:
         """Return the minor device number of the mount at `directory`, or None if no server runs."""
-        known = find_checkpoints(self._settings.run_dir, directory)
-        if known is None or not known.is_alive:
-            return None
-        mount = mount_table.find_mount(directory)
+        mount = mount_table.find_mount(directory) if self._server(directory) is not None else None
         return mount.device_minor if mount is not None else None
 
     def await_written(self, directory: Path, *, is_shared: bool) -> None:
         """Wait until files that are open for writing now are closed, or their writers have ended.
 
         Closed files are stored already; files of killed writers are dropped. With `is_shared`,
-        other pods use the server and may go on writing, so after `_UNWRITTEN_S` this returns.
+        other pods use the server and may go on writing, so this returns after `_UNWRITTEN_S`.
 
         Raises: UnavailableError if files are still being written; DeadlineError.
         """
@@ -490,12 +487,16 @@ class CheckpointServers:
                 )
             time.sleep(_POLL_S)
 
+    def _server(self, directory: Path) -> Service | None:
+        found = find_checkpoints(self._settings.run_dir, directory)
+        return found if found is not None and found.is_alive else None
+
     def _status(self, directory: Path) -> dict[str, Any] | None:
-        known = find_checkpoints(self._settings.run_dir, directory)
-        if known is None or not known.is_alive:
+        server = self._server(directory)
+        if server is None:
             return None
         try:
-            return known.ask("status")
+            return server.ask("status")
         except UnavailableError:
             # Either a new worker replaced the old one, or the server is gone with its writers.
             if self.minor(directory) is None:

@@ -78,7 +78,7 @@ class WebhookServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
         self.server_port = self.socket.getsockname()[1]
         self.answer = answer
         self.is_ready = is_ready
-        self.parsing = threading.BoundedSemaphore(_BODIES_AT_ONCE)
+        self.decoding = threading.BoundedSemaphore(_BODIES_AT_ONCE)
         self._context: ssl.SSLContext | None = None
         self._lock = threading.Lock()
         self._connection_s = connection_s
@@ -153,25 +153,25 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/healthz":
-            self._send(http.HTTPStatus.OK, b"ok\n", "text/plain")
+            self._send(http.HTTPStatus.OK, b"ok\n")
         elif self.path == "/readyz":
             is_ready = self.server.is_ready()
             status = http.HTTPStatus.OK if is_ready else http.HTTPStatus.SERVICE_UNAVAILABLE
-            self._send(status, b"ok\n" if is_ready else b"not yet\n", "text/plain")
+            self._send(status, b"ok\n" if is_ready else b"not yet\n")
         else:
-            self._send(http.HTTPStatus.NOT_FOUND, b"", "text/plain")
+            self._send(http.HTTPStatus.NOT_FOUND)
 
     def do_POST(self) -> None:
         # API servers append ?timeout=3s.
         if self.path.partition("?")[0] != "/pods":
-            self._send(http.HTTPStatus.NOT_FOUND, b"", "text/plain")
+            self._send(http.HTTPStatus.NOT_FOUND)
             return
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit() and len(length) < 10):
-            self._send(http.HTTPStatus.LENGTH_REQUIRED, b"", "text/plain")
+            self._send(http.HTTPStatus.LENGTH_REQUIRED)
             return
         if int(length) > BODY_BYTES_MAX:
-            self._send(http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE, b"", "text/plain")
+            self._send(http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
             return
         body = self.rfile.read(int(length))
         if len(body) < int(length):
@@ -179,14 +179,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
             return
         try:
-            with self.server.parsing:
+            with self.server.decoding:
                 answer = self.server.answer(body)
         except BootseerError as error:
-            self._send(http.HTTPStatus.BAD_REQUEST, f"{error}\n".encode(), "text/plain")
+            self._send(http.HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
             return
         self._send(http.HTTPStatus.OK, answer, "application/json")
 
-    def _send(self, status: http.HTTPStatus, body: bytes, content_type: str) -> None:
+    def _send(
+        self, status: http.HTTPStatus, body: bytes = b"", content_type: str = "text/plain"
+    ) -> None:
         self.close_connection = True
         self.send_response(status)
         self.send_header("Content-Type", content_type)
@@ -250,7 +252,7 @@ class ClusterView:
 _KEPT_COUNT_MAX = 4096
 _NAMESPACE = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 _MADE_S, _MADE_COUNT_MAX = 60.0, 120
-"""Most Secrets made per time: anybody who reaches the port may request some."""
+"""Limit of new Secrets per time, since anybody who reaches the port may request some."""
 
 
 class KeySecrets:
@@ -263,7 +265,7 @@ class KeySecrets:
         self._made_s: list[float] = []
 
     def ensure(self, namespace: str, secret: KeySecret) -> str:
-        """Make the Secret in `namespace` unless it exists; return why this failed, or ""."""
+        """Make the Secret in `namespace` unless it exists; return "" or the reason of a failure."""
         if not _NAMESPACE.fullmatch(namespace):
             return "the pod has no namespace"
         now_s = time.monotonic()
