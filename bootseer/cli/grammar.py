@@ -86,8 +86,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "slurm prolog": ("node", ""),
 }
 """Module in `bootseer.cli` and line of help of each command, by the words that call it. Groups have
-no module; the function of a command is called by its words, joined by "_". Without a line of help a
-list of commands takes that of the function."""
+no module. The function of a command has its words as its name, joined by "_". If the line of help
+is empty, the first line of the function's docstring is listed."""
 
 SETTINGS: Mapping[str, str] = {
     "--store": "store_url",
@@ -98,11 +98,11 @@ SETTINGS: Mapping[str, str] = {
     "--attempt": "attempt",
     "--workload": "workload",
 }
-"""Field of `settings.config.Settings` of each option that stands for one."""
+"""Field of `settings.config.Settings` by the option that sets it."""
 SET = "--set"
 """The option that sets any setting: NAME=VALUE."""
 WRAPPERS = ("run", "warm")
-"""Commands that become the command behind `--`."""
+"""Commands that end by executing the command after `--` in their own process."""
 
 
 class Option:
@@ -264,8 +264,9 @@ class CommandLine:
         settings: Values by field of `Settings`.
         assignments: Values of `--set`.
         options: Values of all options of the command, by parameter.
-        words: Words behind the command that are no options.
-        command: Words behind `--`.
+        verbosity: Number of `-v`.
+        words: Arguments of the command that are not options.
+        command: Words after `--`.
     """
 
     def __init__(self, options: Sequence[Option]) -> None:
@@ -280,7 +281,7 @@ class CommandLine:
 def read_run(words: Sequence[str]) -> CommandLine | None:
     """Return the command line of a `bootseer run`; None if click must read it.
 
-    That is so for other commands, for help, and for mistakes.
+    Click reads other commands, requests for help, and lines with mistakes.
     """
     if "--" not in words:
         return None
@@ -352,7 +353,7 @@ def _read(
 
 
 def defaults(options: Sequence[Option]) -> dict[str, object]:
-    """Return the value of each option, by parameter, where the command line does not name it."""
+    """Return the default of each option, by parameter."""
     return {
         one.parameter: () if one.repeats else one.default if one.metavar else False
         for one in options
@@ -365,8 +366,8 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def behind_settings(words: Sequence[str]) -> Sequence[str]:
-    """Return the words from the command on, behind the options of `bootseer` itself."""
-    # Long options have a value, but for `--verbose`.
+    """Return the words from the command on, without the options of `bootseer` itself."""
+    # All long options but `--verbose` have a value.
     at = 0
     while at < len(words) and words[at].startswith("-"):
         has_value = words[at].startswith("--") and "=" not in words[at]

@@ -152,7 +152,7 @@ def _show_trace(found: ShownTrace) -> None:
 def image_trace_show(reference: str, identity: str | None) -> ShownTrace:
     """Show the reads of a start of the image REF, in order.
 
-    Of the newest trace, or of the one whose name begins with TRACE.
+    The trace is the newest one, or the one whose name begins with TRACE.
     """
     from bootseer.prefetch.bundle import hot_store
     from bootseer.prefetch.index.catalogue import find_image
@@ -195,7 +195,8 @@ def _show_imported(done: ImportedTrace) -> None:
     )
     if done.bundle is None:
         print_stderr(
-            "the bundle is left as it is: it holds all this, or is being made; then import again"
+            "the bundle stays as it is: it holds all these files, or another process is making a "
+            "new one; in that case, import the list again later"
         )
     else:
         click.echo(done.bundle)
@@ -235,7 +236,7 @@ def image_trace_import(reference: str, file: Path) -> ImportedTrace:
         )
         if not hinted.trace.accesses:
             raise InvalidInputError(
-                f"of the {len(listed)} lines of the list not one names content of the image "
+                f"none of the {len(listed)} lines of the list names content of the image "
                 f"{record.reference}; paths are those inside the image"
             )
         pointer = add_trace(settings, store, tree, hinted.trace, record.reference)
