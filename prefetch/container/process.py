@@ -82,8 +82,8 @@ def image_environment(config: ImageConfig) -> dict[str, str]:
 def job_environment(config: ImageConfig, host: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a job. Pure.
 
-    They are the launcher's (rank, master address and so on) without those that name files of the
-    host, and the image's, which override them.
+    The image's variables override the launcher's (rank, master address and so on), of which those
+    that name files of the host are left out.
     """
     kept = {
         name: value

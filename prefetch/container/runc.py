@@ -30,7 +30,7 @@ from bootseer.prefetch.container.root import Bind
 from bootseer.served.ending import runc_folder, runc_name
 
 _REPORT_BYTES_MAX = 1 << 16
-_OWN_MOUNTS = ("/proc", "/sys", "/dev")
+_RUNC_MOUNTS = ("/proc", "/sys", "/dev")
 """Folders on which runc mounts new file systems for the container."""
 FRESH_SYSFS, BOUND_SYSFS = "fresh", "bound"
 """A new sysfs; or a bind of the host's without the mounts in it, if the kernel refuses a new one
@@ -71,7 +71,7 @@ def exec_runc(spec: ProcessSpec, root: Path, state_dir: Path, binds: Sequence[Bi
     try:
         bundle = folder / "bundle"
         bundle.mkdir(mode=0o700, parents=True)
-        _unmount_own(root)
+        _unmount_host_mounts(root)
         config = runtime_config(
             spec,
             str(root),
@@ -87,22 +87,22 @@ def exec_runc(spec: ProcessSpec, root: Path, state_dir: Path, binds: Sequence[Bi
         raise from_oserror(error, f"run {runc}") from error
 
 
-def _unmount_own(root: Path) -> None:
+def _unmount_host_mounts(root: Path) -> None:
     """Unmount the host's file systems where runc mounts new ones. Raises: OSError.
 
     The new mounts would not cover all of them, such as control groups below /sys.
     """
-    for path in _OWN_MOUNTS:
+    for path in _RUNC_MOUNTS:
         namespaces.unmount(resolve_in_root(root, path))
 
 
 def _binds_below(root: Path, binds: Iterable[Bind], bundle: Path) -> list[Bind]:
-    """Return the binds below the folders of `_OWN_MOUNTS`, which runc must mount again.
+    """Return the binds below the folders of `_RUNC_MOUNTS`, which runc must mount again.
 
     With "ro", runc leaves mounts below the source of a bind writable. So a read-only bind gets a
     read-only view of its source, in `bundle`. Raises: OSError.
     """
-    own = [resolve_in_root(root, path) for path in _OWN_MOUNTS]
+    own = [resolve_in_root(root, path) for path in _RUNC_MOUNTS]
     found = []
     for number, bind in enumerate(binds):
         target = resolve_in_root(root, bind.target)
@@ -174,7 +174,7 @@ def _try_in_child(work: Callable[[], object]) -> None:
     pid = os.fork()
     if not pid:
         os.close(read_fd)
-        _child(work, parent, write_fd)
+        _run_traced(work, parent, write_fd)
     os.close(write_fd)
     _, status = os.waitpid(pid, 0)
     if os.WIFSTOPPED(status):
@@ -185,7 +185,7 @@ def _try_in_child(work: Callable[[], object]) -> None:
         raise decode_error(from_line(report, ErrorDocument))
 
 
-def _child(work: Callable[[], object], parent: int, report_fd: int) -> NoReturn:
+def _run_traced(work: Callable[[], object], parent: int, report_fd: int) -> NoReturn:
     try:
         namespaces.die_with_parent(parent)
         # A traced process stops once it has become the program (execve(2)).
@@ -261,12 +261,12 @@ def runtime_config(
         "mounts": [
             _mount("/proc", "proc", "proc", "nosuid", "noexec", "nodev"),
             _mount("/dev", "tmpfs", "tmpfs", "nosuid", "strictatime", "mode=755", "size=65536k"),
-            _mount("/dev/pts", "devpts", "devpts", "nosuid", "noexec", "newinstance", *_TERMINALS),
-            _mount("/dev/shm", "tmpfs", "shm", *_UNUSABLE, "mode=1777"),
-            _mount("/dev/mqueue", "mqueue", "mqueue", *_UNUSABLE),
-            _sys(sysfs),
-            _mount("/sys/fs/cgroup", "cgroup", "cgroup", *_UNUSABLE, "relatime", "ro"),
-            *(_bind(bind) for bind in binds),
+            _mount("/dev/pts", "devpts", "devpts", *_PTS_OPTIONS),
+            _mount("/dev/shm", "tmpfs", "shm", *_NO_PROGRAMS, "mode=1777"),
+            _mount("/dev/mqueue", "mqueue", "mqueue", *_NO_PROGRAMS),
+            _sys_mount(sysfs),
+            _mount("/sys/fs/cgroup", "cgroup", "cgroup", *_NO_PROGRAMS, "relatime", "ro"),
+            *(_bind_mount(bind) for bind in binds),
         ],
         "linux": {
             "namespaces": [{"type": kind} for kind in ("pid", "ipc", "uts", "mount", "cgroup")],
@@ -275,7 +275,7 @@ def runtime_config(
             "resources": {
                 "devices": [
                     {"allow": False, "access": "rwm"},
-                    *map(_usable, devices),
+                    *map(_allowed_device, devices),
                 ]
             },
             "seccomp": _seccomp_profile(),
@@ -283,23 +283,23 @@ def runtime_config(
     }
 
 
-_UNUSABLE = ("nosuid", "noexec", "nodev")
-_TERMINALS = ("ptmxmode=0666", "mode=0620", "gid=5")
+_NO_PROGRAMS = ("nosuid", "noexec", "nodev")
+_PTS_OPTIONS = ("nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5")
 
 
-def _sys(sysfs: str) -> Mapping[str, Any]:
+def _sys_mount(sysfs: str) -> Mapping[str, Any]:
     if sysfs == FRESH_SYSFS:
-        return _mount("/sys", "sysfs", "sysfs", *_UNUSABLE, "ro")
+        return _mount("/sys", "sysfs", "sysfs", *_NO_PROGRAMS, "ro")
     # "rbind" would show mounts below /sys, such as cgroups, and leave them writable.
-    return _mount("/sys", "bind", "/sys", "bind", *_UNUSABLE, "ro")
+    return _mount("/sys", "bind", "/sys", "bind", *_NO_PROGRAMS, "ro")
 
 
-def _bind(bind: Bind) -> Mapping[str, Any]:
+def _bind_mount(bind: Bind) -> Mapping[str, Any]:
     access = "ro" if bind.read_only else "rw"
     return _mount(bind.target, "bind", str(bind.source), "rbind", "rprivate", access)
 
 
-def _usable(device: DeviceNode) -> Mapping[str, Any]:
+def _allowed_device(device: DeviceNode) -> Mapping[str, Any]:
     return {
         "allow": True,
         "type": device.kind,
