@@ -50,13 +50,13 @@ _TEXT_LOCALES = {"", "C", "POSIX", "C.UTF-8"}
 _PYTHON_VARIABLES = {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
 """Variables of the interpreter that a fork obeys; PYTHONPATH may name the checkout."""
 _LINKER_VARIABLES = ("LD_", "MALLOC_", "GLIBC_")
-_MOST_BYTES = 100_000
+_REQUEST_BYTES_MAX = 100_000
 _ANSWER_S = 60.0
 _PREPARED_S = 300.0
 _READY = "ready"
 _REASON_BYTES = 1000
-_SHOWN = 60
-_ALONE_S = 5.0
+_SHOWN_CHARACTERS = 60
+_THREADS_END_S = 5.0
 _NAMESPACES = ("mnt", "net", "pid", "user")
 
 _NOT_IMPORTED = (
@@ -68,7 +68,7 @@ _NOT_IMPORTED = (
     "bootseer.profile.collect.path",
 )
 """Modules that are programs, and modules that need torch."""
-_OTHERS = ("rich.console", "rich.table", "rich._unicode_data", "encodings.idna", "fsspec")
+_IMPORTED_TOO = ("rich.console", "rich.table", "rich._unicode_data", "encodings.idna", "fsspec")
 
 # linux/sched.h, linux/prctl.h, and the number of clone3 on every architecture.
 _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
@@ -76,18 +76,18 @@ _CLONE3 = 435
 _PR_SET_MM, _PR_SET_MM_MAP, _PR_GET_TID_ADDRESS = 35, 14, 40
 
 
-# ---- the side of those who start programs ----------------------------------------------------
+# ---- the client: a process that starts programs ------------------------------------------------
 
 
 _execute_child_fresh = subprocess.Popen._execute_child  # type: ignore[attr-defined]
-_NAMES = inspect.getfullargspec(_execute_child_fresh).args[1:]
+_EXECUTE_PARAMETERS = inspect.getfullargspec(_execute_child_fresh).args[1:]
 
 
 class Popen(subprocess.Popen[Any]):
     """`subprocess.Popen` that forks the zygote where it can (see the module's docstring)."""
 
     def _execute_child(self, *given: Any) -> None:
-        request = dict(zip(_NAMES, given, strict=True))
+        request = dict(zip(_EXECUTE_PARAMETERS, given, strict=True))
         pid = _start(request) if _is_plain(request) else None
         if pid is None:
             _execute_child_fresh(self, *given)
@@ -195,7 +195,7 @@ class _Client:
             "umask": _umask(),
         }
         text = json.dumps(wished).encode("ascii")
-        if len(text) > _MOST_BYTES:
+        if len(text) > _REQUEST_BYTES_MAX:
             return None
         with self._lock:
             if _namespaces() != self._namespaces:
@@ -216,7 +216,7 @@ class _Client:
             return int(pid)
         if int(pid) < 0:
             os.waitpid(-int(pid), 0)
-        failures.append(f"{' '.join(wished['arguments'][1:])[:_SHOWN]}: {reason}")
+        failures.append(f"{' '.join(wished['arguments'][1:])[:_SHOWN_CHARACTERS]}: {reason}")
         return None
 
     def _is_for(self, arguments: Sequence[Any], environment: Mapping[Any, Any]) -> bool:
@@ -333,7 +333,7 @@ def serve(descriptor: int) -> None:
     gc.collect()
     gc.freeze()
     while True:
-        text, files, _, _ = socket.recv_fds(channel, _MOST_BYTES, _FILES_MAX)
+        text, files, _, _ = socket.recv_fds(channel, _REQUEST_BYTES_MAX, _FILES_MAX)
         if not text:
             return
         pid = _fork(address.value)
@@ -351,11 +351,11 @@ def _hindrance(tid_address: ctypes.c_ulong) -> str:
     if _library.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(tid_address), 0, 0, 0):
         return "the kernel does not tell at which address it clears a thread's id"
     try:
-        _name(sys.orig_argv, os.environ)
+        _set_process_name(sys.orig_argv, os.environ)
     except OSError as error:
         return str(error)
     # On a busy machine a thread of an import may still be ending.
-    if not any(len(os.listdir("/proc/self/task")) == 1 for _ in polling(_ALONE_S)):
+    if not any(len(os.listdir("/proc/self/task")) == 1 for _ in polling(_THREADS_END_S)):
         threads = Path("/proc/self/task").glob("*/comm")
         return f"imports have left threads: {[one.read_text().strip() for one in threads]}"
     return ""
@@ -365,7 +365,7 @@ def _import_all() -> None:
     for module in pkgutil.walk_packages(bootseer.__path__, "bootseer."):
         if not module.name.startswith(_NOT_IMPORTED):
             importlib.import_module(module.name)
-    for name in _OTHERS:
+    for name in _IMPORTED_TOO:
         importlib.import_module(name)
     # Not of all modules: one that is loaded lazily would import others at the question.
     own = [one for name, one in sys.modules.items() if name.startswith("bootseer")]
@@ -417,7 +417,7 @@ def _set_up(request: dict[str, Any], files: Sequence[int]) -> None:
     for number, descriptor in enumerate(moved):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    _name(arguments, environment)
+    _set_process_name(arguments, environment)
     os.environ.clear()
     os.environ.update(environment)
     if not environment.get("LC_ALL"):
@@ -457,7 +457,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[1:first], arguments[first:]
 
 
-class _Map(ctypes.Structure):
+class _PrctlMemoryMap(ctypes.Structure):
     """`struct prctl_mm_map`."""
 
     _fields_ = (
@@ -473,25 +473,27 @@ class _Map(ctypes.Structure):
     )
 
 
-# Keeps the memory alive from which /proc reads the names.
-_names: list[object] = []
+# Memory from which /proc reads the command line and environment, kept alive.
+_kept_buffers: list[object] = []
 
 
-def _name(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+def _set_process_name(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Set /proc/self/cmdline and /proc/self/environ. Raises: OSError."""
     variables = (f"{name}={value}" for name, value in environment.items())
     argument_bytes, variable_bytes = (
         b"".join(os.fsencode(word) + b"\0" for word in words) for words in (arguments, variables)
     )
     buffer = ctypes.create_string_buffer(argument_bytes + variable_bytes)
-    _names.append(buffer)
+    _kept_buffers.append(buffer)
     start = ctypes.addressof(buffer)
     middle = start + len(argument_bytes)
     # Fields 26 to 28, and 45 to 47, of proc_pid_stat(5) stay as they are.
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     numbers = [int(fields[number - 3]) for number in (26, 27, 45, 46, 47)]
     places = (start, middle, middle, middle + len(variable_bytes))
-    known = _Map(*numbers, _library.sbrk(0), int(fields[28 - 3]), *places, 0, 0, 0xFFFFFFFF)
+    known = _PrctlMemoryMap(
+        *numbers, _library.sbrk(0), int(fields[28 - 3]), *places, 0, 0, 0xFFFFFFFF
+    )
     if _library.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(known), ctypes.sizeof(known), 0):
         raise OSError(ctypes.get_errno(), "the kernel does not let a process change its name")
 

@@ -369,14 +369,12 @@ class ContainerdNode(Closing):
                 os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not list(live_mounts(self.settings.run_dir)))
 
-    # ---- what is there ------------------------------------------------------------------------
+    # ---- state of the node --------------------------------------------------------------------
 
     def trees(self) -> list[Path]:
         """Return the mount points of images."""
-        return [m.path for m in mount_table.find_mounts("bootseer") if self._is_ours(m.path)]
-
-    def _is_ours(self, path: Path) -> bool:
-        return path.is_relative_to(self.base)
+        paths = (mount.path for mount in mount_table.find_mounts("bootseer"))
+        return [path for path in paths if path.is_relative_to(self.base)]
 
     def snapshots(self) -> Mapping[str, Any]:
         """Return the snapshotter's snapshots by key."""

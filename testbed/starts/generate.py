@@ -54,7 +54,7 @@ class InjectedFault:
 
 
 @dataclass(frozen=True)
-class Unkindness:
+class Irregularities:
     """Irregularities that make a start hard to explain. Shares are shares of nodes unless noted."""
 
     tail_share: float = 0.0
@@ -88,7 +88,7 @@ class Recipe:
     filler_count: int = 0
     """Number of further short stages of each rank, such as imports."""
     seed: int = 0
-    unkind: Unkindness = Unkindness()
+    irregular: Irregularities = Irregularities()
 
 
 def node_name(number: int) -> str:
@@ -116,7 +116,7 @@ def hard(node_count: int, fault_count: int, seed: int, rank_count: int = 8) -> R
         for number, node in enumerate(nodes)
         for cause in chance.sample(CAUSES, 2 if number % 6 == 5 else 1)
     ]
-    unkind = Unkindness(
+    irregular = Irregularities(
         tail_share=0.005,
         hiccup_share=0.0001,
         blind_share=0.05,
@@ -126,7 +126,7 @@ def hard(node_count: int, fault_count: int, seed: int, rank_count: int = 8) -> R
         clock_s=0.5,
     )
     far = {node_name(chance.randrange(node_count)): 3600.0}
-    return Recipe(node_count, rank_count, tuple(faults), 0.1, far, seed=seed, unkind=unkind)
+    return Recipe(node_count, rank_count, tuple(faults), 0.1, far, seed=seed, irregular=irregular)
 
 
 class GeneratedStart:
@@ -150,7 +150,7 @@ class GeneratedStart:
         self.lost_s: dict[str, dict[Cause, float]] = {
             node.name: node.lost_s for node in self._nodes if node.faults
         }
-        """Seconds that each fault cost its node: of the launcher, and of a rank on average."""
+        """Seconds that each fault cost its node: the launcher's, and the mean of its ranks."""
         self.hiccups = {node.name for node in self._nodes if node.had_hiccup}
         """Nodes whose launcher was slow once, without a noted reason."""
 
@@ -173,11 +173,11 @@ class _Node:
         self.lost_s: dict[Cause, float] = {}
         self.had_hiccup = False
         self.random = random.Random(f"{recipe.seed} {name}")
-        unkind = recipe.unkind
-        self._is_blind = self.random.random() < unkind.blind_share
-        self._is_silent = self.random.random() < unkind.silent_share
-        self._is_misleading = self.random.random() < unkind.misleading_share
-        self._ahead_s = recipe.clock_s.get(name, 0.0) + self.random.gauss(0, unkind.clock_s)
+        irregular = recipe.irregular
+        self._is_blind = self.random.random() < irregular.blind_share
+        self._is_silent = self.random.random() < irregular.silent_share
+        self._is_misleading = self.random.random() < irregular.misleading_share
+        self._ahead_s = recipe.clock_s.get(name, 0.0) + self.random.gauss(0, irregular.clock_s)
         begin = 5.0 * self.noise()
         if late := self._slower("late scheduling"):
             begin += 10.0 * (late + 1)
@@ -211,8 +211,8 @@ class _Node:
     ) -> TrackSpan:
         """Return a stage that waits these shares of its time for disk, network and processor."""
         base = typical_s * self.noise(share)
-        noisy, unkind = self.random.uniform, self.recipe.unkind
-        tail = unkind.hiccup_share if parent == 0 else unkind.tail_share
+        noisy, irregular = self.random.uniform, self.recipe.irregular
+        tail = irregular.hiccup_share if parent == 0 else irregular.tail_share
         if tail and self.random.random() < tail:
             base *= min(20.0, 1.2 * self.random.paretovariate(1.5))
             self.had_hiccup |= parent == 0
@@ -275,7 +275,7 @@ class _Rank:
                 self._do(name, seconds, cpu=0.7)
             for number in range(self.node.recipe.filler_count):
                 self._note(f"import module{number}", 0.01)
-            for number in range(self.node.recipe.unkind.optional_count):
+            for number in range(self.node.recipe.irregular.optional_count):
                 seconds = 0.1 * self.node.noise()
                 if seconds >= 0.1:
                     self._note(f"import optional{number}", seconds)
