@@ -92,7 +92,8 @@ class Call(Generic[Result]):
         while (left_s := began_s + timeout_s() - time.monotonic()) > 0:
             if self._finished.acquire(timeout=min(left_s, _ON_WAIT_EVERY_S)):
                 return True
-            if on_wait is not None and time.monotonic() < began_s + timeout_s():
+            # Which takes time itself.
+            if on_wait is not None and time.monotonic() + _ON_WAIT_EVERY_S < began_s + timeout_s():
                 on_wait()
         return self._finished.acquire(blocking=False)
 
@@ -140,7 +141,8 @@ class DeadlineCaller:
             hint: Text behind that message.
             failure: Class of the error if the call made no progress for `timeout_s`, or if no
                 helper was free for as long. The call itself may still run.
-            on_wait: Called every few seconds in the caller's thread.
+            on_wait: Called every few seconds in the caller's thread, but not near the end of the
+                wait.
 
         Raises: `failure`; AwayError if the process may not wait any more (`wait_budget`);
         UnavailableError if no helper can be started.

@@ -189,7 +189,7 @@ class Native:
             if connection_error is not None:
                 # The NameNode may be back by now; hdfs-native may not have noticed.
                 raise UnavailableError(
-                    f"cannot {what}: within {deadline_s:g} s no NameNode took a connection "
+                    f"cannot {what}: {error}, and no NameNode took a connection "
                     f"({connection_error})"
                 ) from connection_error
             if self._name_nodes.has_moved(order):

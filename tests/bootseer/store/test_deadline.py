@@ -54,6 +54,22 @@ def test_gives_up_a_function_that_hangs_but_not_one_that_moves() -> None:
     caller.close()
 
 
+@pytest.mark.parametrize(("timeout_s", "is_told"), [(0.5, False), (2.0, True)])
+def test_a_look_meanwhile_does_not_prolong_a_wait(
+    timeout_s: float, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a look at a NameNode that began a second before the end took two."""
+    monkeypatch.setattr("bootseer.store.deadline._ON_WAIT_EVERY_S", 0.4)
+    caller = DeadlineCaller("test", 2)
+    release = threading.Event()
+    looks: list[int] = []
+    with pytest.raises(DeadlineError):
+        caller.run(lambda _: release.wait(60), timeout_s, on_wait=lambda: looks.append(1))
+    assert bool(looks) == is_told
+    release.set()
+    caller.close()
+
+
 def test_a_call_without_a_helper_ends_too() -> None:
     caller = DeadlineCaller("test", 1)
     release = threading.Event()
