@@ -118,7 +118,8 @@ def _by_store(settings: Settings, key: str, say: Callable[[str], None]) -> str:
             try:
                 return ask().encode()
             except Exception as error:
-                if WAIT_BUDGET.is_spent:
+                is_late = isinstance(error, DeadlineError) and WAIT_BUDGET.awaits_first_answer
+                if is_late or WAIT_BUDGET.is_spent:
                     return f"{_AWAY}{error}".encode(errors="replace")
                 _log.info("cannot agree with other nodes on a submission: %s", error)
                 return b""

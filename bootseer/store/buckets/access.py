@@ -27,7 +27,8 @@ from bootseer.store.paths import BUCKETS, split_scheme
 from bootseer.transfer.policy import REQUEST
 
 _PROCESS_S = 60.0
-_CONNECT_S = 5.0
+# Longer than a start waits for the first answer: a resolver alone may take 5 s, once.
+_CONNECT_S = 10.0
 # Limit of a whole response body. A silent one is given up much earlier.
 _BODY_S = 7200.0
 # Options of s3fs, by the names that obstore uses; `client_kwargs` may contain them too.

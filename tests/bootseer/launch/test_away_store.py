@@ -1,5 +1,6 @@
 """Starts whose store is away cost one short wait and one warning; a late store is used."""
 
+import contextlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,11 +30,18 @@ def check_ordinary(done: Completed) -> None:
 
 @pytest.fixture
 def away(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Yield the HOST:PORT of a server that refuses connections or never answers."""
-    with socket.socket() as taken:
+    """Yield the HOST:PORT of a server that refuses or drops connections, or never answers."""
+    with contextlib.ExitStack() as stack:
+        taken = stack.enter_context(socket.socket())
         taken.bind(("127.0.0.1", 0))
-        if request.param == "silent":
-            taken.listen(64)
+        if request.param != "refuses":
+            taken.listen(64 if request.param == "silent" else 0)
+        if request.param == "drops":
+            # Two wait to be accepted; the kernel drops what comes then, as a firewall does.
+            for _ in range(2):
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(taken.getsockname())
         yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
@@ -45,6 +53,22 @@ def test_a_server_that_is_away(tmp_path: Path, away: str, url: str) -> None:
         "AWS_ACCESS_KEY_ID": "a",
         "AWS_SECRET_ACCESS_KEY": "b",
         **STORED,
+    }
+    with node_at(tmp_path / "node", url.format(away), variables=variables) as node:
+        check_ordinary(node.run("run", *JOB))
+        node.sweep()
+
+
+@pytest.mark.parametrize("away", ["drops"], indirect=True)
+@pytest.mark.parametrize("url", ["hdfs://{}/store", "s3://bucket/store"])
+def test_a_machine_that_is_off_is_waited_for_once(tmp_path: Path, away: str, url: str) -> None:
+    """Regression: clients gave a connection up before the limit of the first answer."""
+    variables = {
+        "AWS_ENDPOINT_URL": f"http://{away}",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        **STORED,
+        "BOOTSEER_DEADLINE": "60",
     }
     with node_at(tmp_path / "node", url.format(away), variables=variables) as node:
         check_ordinary(node.run("run", *JOB))
