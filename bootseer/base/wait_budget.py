@@ -65,6 +65,8 @@ class WaitBudget:
         self._refused_at_s = math.inf
         self._is_refused = False
         self._is_told = False
+        self.is_left_by_neighbours = False
+        """Whether the last document that other nodes were asked for did not come from them."""
 
     @property
     def left_s(self) -> float:

@@ -80,9 +80,6 @@ class StartDocuments:
     are asked until one document does not come: the next would be waited for as long.
     """
 
-    _is_left = False
-    """Whether the last question of this process had no answer."""
-
     def __init__(self, settings: Settings, store: ReadableStore) -> None:
         """Create the reader; `store` is the own store."""
         self._settings, self._store = settings, store
@@ -97,11 +94,11 @@ class StartDocuments:
 
     def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
         """Return bytes of a document; as `Store.read`."""
-        is_hopeless = WAIT_BUDGET.is_spent and StartDocuments._is_left
+        is_hopeless = WAIT_BUDGET.is_spent and WAIT_BUDGET.is_left_by_neighbours
         answer = None
         if self._settings.fanout and key.isascii() and not is_hopeless:
             answer = _ask(self._settings, key)
-            StartDocuments._is_left = answer is None
+            WAIT_BUDGET.is_left_by_neighbours = answer is None
         if answer is None:
             self.reads_store = True
             return self._store.read(key, offset, length)
