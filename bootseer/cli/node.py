@@ -1,5 +1,6 @@
 """`bootseer status`, `unmount` and `slurm`: mounts and background processes of this node."""
 
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -127,7 +128,9 @@ def _cells(one: StatusEntry) -> tuple[str, ...]:
     users = " ".join(map(str, one.users))
     what = one.what
     if one.until_s is not None:
-        what += f" (for another {_age(one.until_s - time.time())})"
+        # In whole minutes, rounded up: what was just asked for is shown as it was asked for.
+        minutes = math.ceil((one.until_s - time.time()) / 60)
+        what += f" (for another {_age(60 * minutes)})"
     since = "" if one.since_s is None else _age(time.time() - one.since_s)
     return (one.kind, what, ", ".join(one.where), since, server, users, one.health)
 
