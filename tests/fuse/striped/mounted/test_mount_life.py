@@ -137,7 +137,7 @@ def test_an_unmount_that_finds_the_ended_server_locked_leaves_it_to_the_next_one
         # As if a process of the server held the lock for longer than any wait.
         (mount.state_dir / "lock").unlink()
         lock = lock_new(mount.state_dir)
-        assert sorted(mount.close(0.5)) == ["new", "old"]
+        assert sorted(mount.close(0.5)) == ["\x1b[31mred", "new", "old"]
         end(writer)
         assert mount.state_dir.exists()
         os.close(lock)
