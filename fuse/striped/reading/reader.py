@@ -504,6 +504,10 @@ class StripedReader:
         position = 0
         try:
             while position < file.view.size_bytes:
+                # A full disk must not wait for a read ahead of it, whose server may be silent.
+                for read in under_way:
+                    if read.error is not None:
+                        wait_for(self._engine, read, _never)
                 while under_way and under_way[0].state is JobState.ENDED:
                     wait_for_first()
                 while not slots.acquire(timeout=_NO_SLOT_S):

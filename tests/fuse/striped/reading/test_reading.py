@@ -119,6 +119,28 @@ def test_a_copy_out_ends_when_its_disk_is_full(stored: Path) -> None:
     assert len(taken) == count, "nothing is written after the failure"
 
 
+def test_a_copy_out_fails_before_its_first_read_ends(stored: Path) -> None:
+    """Regression: reads were begun as long as the first one had not ended."""
+    many = threading.Event()
+
+    def refuse(offset: int, piece: memoryview) -> None:
+        if offset == 0:
+            many.wait(0.5)
+            return
+        taken.append(offset)
+        if len(taken) == 20:
+            many.set()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    taken: list[int] = []
+    with storage_on(stored, unit=MIB) as storage:
+        opened = storage.reader.open(storage.tree.stored.view("striped"))
+        with pytest.raises(OSError, match="No space left"):
+            storage.reader.copy(opened, refuse, lambda count: None)
+        storage.reader.close(opened)
+    assert not many.is_set()
+
+
 def test_a_caller_that_keeps_what_it_got_does_not_starve_itself(stored: Path) -> None:
     """Regression: a read waited until its deadline for memory that only its caller could free."""
     with storage_on(stored, unit=MIB, memory_bytes=16 * MIB, deadline_s=20.0) as storage:
