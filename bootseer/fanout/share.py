@@ -144,8 +144,9 @@ class Share:
         the child takes nothing, OSError.
         """
         if sum(map(len, self.streams)) >= CHILD_STREAMS_MAX:
-            for stream in (*self.streams[0], *self.streams[1]):
-                stream.end_if_idle()
+            for fed in self.streams:
+                for stream in fed:
+                    stream.end_if_idle()
         await _Stream(self, link, own, request).run(clock)
 
     def bytes_moved_s(self, tree: int) -> float:
