@@ -28,6 +28,20 @@ def check_ordinary(done: Completed) -> None:
     assert "waiting up to" not in done.stderr
 
 
+def check_start_without(away: str, url: str, tmp_path: Path, *, deadline_s: int = 2) -> None:
+    """Check a start whose store would be at `away`."""
+    variables = {
+        "AWS_ENDPOINT_URL": f"http://{away}",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        **STORED,
+        "BOOTSEER_DEADLINE": str(deadline_s),
+    }
+    with node_at(tmp_path / "node", url.format(away), variables=variables) as node:
+        check_ordinary(node.run("run", *JOB))
+        node.sweep()
+
+
 @pytest.fixture
 def away(request: pytest.FixtureRequest) -> Iterator[str]:
     """Yield the HOST:PORT of a server that refuses or drops connections, or never answers."""
@@ -48,31 +62,14 @@ def away(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize("away", ["refuses", "silent"], indirect=True)
 @pytest.mark.parametrize("url", ["hdfs://{}/store", "s3://bucket/store"])
 def test_a_server_that_is_away(tmp_path: Path, away: str, url: str) -> None:
-    variables = {
-        "AWS_ENDPOINT_URL": f"http://{away}",
-        "AWS_ACCESS_KEY_ID": "a",
-        "AWS_SECRET_ACCESS_KEY": "b",
-        **STORED,
-    }
-    with node_at(tmp_path / "node", url.format(away), variables=variables) as node:
-        check_ordinary(node.run("run", *JOB))
-        node.sweep()
+    check_start_without(away, url, tmp_path)
 
 
 @pytest.mark.parametrize("away", ["drops"], indirect=True)
 @pytest.mark.parametrize("url", ["hdfs://{}/store", "s3://bucket/store"])
 def test_a_machine_that_is_off_is_waited_for_once(tmp_path: Path, away: str, url: str) -> None:
     """Regression: clients gave a connection up before the limit of the first answer."""
-    variables = {
-        "AWS_ENDPOINT_URL": f"http://{away}",
-        "AWS_ACCESS_KEY_ID": "a",
-        "AWS_SECRET_ACCESS_KEY": "b",
-        **STORED,
-        "BOOTSEER_DEADLINE": "60",
-    }
-    with node_at(tmp_path / "node", url.format(away), variables=variables) as node:
-        check_ordinary(node.run("run", *JOB))
-        node.sweep()
+    check_start_without(away, url, tmp_path, deadline_s=60)
 
 
 def test_a_store_that_answers_late_is_used(tmp_path: Path, moto: dict[str, str]) -> None:

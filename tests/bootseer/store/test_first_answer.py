@@ -83,36 +83,39 @@ def test_a_store_that_refuses_is_asked_again_for_a_moment_only(
     assert not [one for one in caplog.messages if "waiting up to" in one]
 
 
-def test_a_store_that_is_busy_is_not_away(
-    moto: dict[str, str], limit: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with FaultyRelay(moto["AWS_ENDPOINT_URL"].removeprefix("http://")) as relay:
-        for name, value in {**moto, "AWS_ENDPOINT_URL": f"http://{relay.host}"}.items():
+@pytest.fixture
+def relay(moto: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRelay]:
+    """Yield the relay through which buckets are reached."""
+    with FaultyRelay(moto["AWS_ENDPOINT_URL"].removeprefix("http://")) as faulty:
+        for name, value in {**moto, "AWS_ENDPOINT_URL": f"http://{faulty.host}"}.items():
             monkeypatch.setenv(name, value)
-        relay.faults = [Fault("", 1000, status=503, body=b"")]
-        with open_store("s3://conformance/busy", deadline_s=DEADLINE_S) as store:
-            limit(DEADLINE_S)
-            with pytest.raises(UnavailableError):
-                store.read("a")
-            assert not WAIT_BUDGET.awaits_first_answer
-            relay.faults = []
-            with pytest.raises(NotFoundError):
-                store.read("a")
+        yield faulty
+
+
+def test_a_store_that_is_busy_is_not_away(
+    relay: FaultyRelay, limit: Callable[[float], None]
+) -> None:
+    relay.faults = [Fault("", 1000, status=503, body=b"")]
+    with open_store("s3://conformance/busy", deadline_s=DEADLINE_S) as store:
+        limit(DEADLINE_S)
+        with pytest.raises(UnavailableError):
+            store.read("a")
+        assert not WAIT_BUDGET.awaits_first_answer
+        relay.faults = []
+        with pytest.raises(NotFoundError):
+            store.read("a")
 
 
 def test_the_first_of_several_requests_of_a_call_is_an_answer(
-    moto: dict[str, str], limit: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+    relay: FaultyRelay, limit: Callable[[float], None]
 ) -> None:
     """Regression: a store behind a slow proxy was away, although it had said "no such object"."""
-    with FaultyRelay(moto["AWS_ENDPOINT_URL"].removeprefix("http://")) as relay:
-        for name, value in {**moto, "AWS_ENDPOINT_URL": f"http://{relay.host}"}.items():
-            monkeypatch.setenv(name, value)
-        relay.faults = [Fault("HEAD ", hang_s=1.5), Fault("GET ", hang_s=1.5)]
-        with open_store("s3://conformance/slow", deadline_s=DEADLINE_S) as store:
-            limit(2.5)
-            with pytest.raises(NotFoundError):
-                store.info("a")
-        assert relay.count("GET ") == 1
+    relay.faults = [Fault("HEAD ", hang_s=1.5), Fault("GET ", hang_s=1.5)]
+    with open_store("s3://conformance/slow", deadline_s=DEADLINE_S) as store:
+        limit(2.5)
+        with pytest.raises(NotFoundError):
+            store.info("a")
+    assert relay.count("GET ") == 1
 
 
 def test_the_first_answer_lifts_the_limit(limit: Callable[[float], None]) -> None:

@@ -1,9 +1,11 @@
 """Window of reads: fetched bytes, memory, and the cost of random reads."""
 
+import contextlib
 import errno
 import os
 import random
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -104,19 +106,26 @@ def test_a_copy_out_takes_few_buffers(stored: Path, tmp_path: Path, name: str) -
     assert (tmp_path / "copy").read_bytes() == DATA
 
 
+@contextlib.contextmanager
+def failed_copy(stored: Path, refuse: Callable[[int, memoryview], None]) -> Iterator[None]:
+    """Copy a file of 24 units to `refuse`, which must make it fail; enter before it is closed."""
+    with storage_on(stored, unit=MIB) as storage:
+        opened = storage.reader.open(storage.tree.stored.view("striped"))
+        with pytest.raises(OSError, match="No space left"):
+            storage.reader.copy(opened, refuse, lambda count: None)
+        yield
+        storage.reader.close(opened)
+
+
 def test_a_copy_out_ends_when_its_disk_is_full(stored: Path) -> None:
     def refuse(offset: int, piece: memoryview) -> None:
         taken.append(offset)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     taken: list[int] = []
-    with storage_on(stored, unit=MIB) as storage:
-        opened = storage.reader.open(storage.tree.stored.view("striped"))
-        with pytest.raises(OSError, match="No space left"):
-            storage.reader.copy(opened, refuse, lambda count: None)
+    with failed_copy(stored, refuse):
         count = len(taken)
-        storage.reader.close(opened)
-    assert len(taken) == count, "nothing is written after the failure"
+    assert len(taken) == count <= 16, "nothing is written after the failure"
 
 
 def test_a_copy_out_fails_before_its_first_read_ends(stored: Path) -> None:
@@ -133,11 +142,8 @@ def test_a_copy_out_fails_before_its_first_read_ends(stored: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     taken: list[int] = []
-    with storage_on(stored, unit=MIB) as storage:
-        opened = storage.reader.open(storage.tree.stored.view("striped"))
-        with pytest.raises(OSError, match="No space left"):
-            storage.reader.copy(opened, refuse, lambda count: None)
-        storage.reader.close(opened)
+    with failed_copy(stored, refuse):
+        pass
     assert not many.is_set()
 
 
